@@ -121,7 +121,12 @@ class PrefixHasher:
         self._block_bytes = 4 * namespace.block_tokens
         self._extra: dict[int, bytes] = dict(extra or {})
         self._chain = self._hash(
-            _ROOT_TAG + namespace.digest + struct.pack("<I", len(salt)) + salt + struct.pack("<I", len(adapter)) + adapter
+            _ROOT_TAG
+            + namespace.digest
+            + struct.pack("<I", len(salt))
+            + salt
+            + struct.pack("<I", len(adapter))
+            + adapter
         )
         self._tail = b""
         self.keys: list[bytes] = []
@@ -178,7 +183,7 @@ def unpack_keys(packed: bytes) -> list[bytes]:
 
 
 def self_test_vector() -> bytes:
-    """16 bytes that any build with these rules computes alike: both hashes, salt, adapter, extra and a partial block."""
+    """16 bytes that any build with these rules computes alike: both hashes, salt, adapter, extra, a partial block."""
     total = hashlib.sha256()
     for name in sorted(_HASHES):
         namespace = Namespace("self-test", "0", "uint8", layout={"a": [1, 2]}, key_hash=name)

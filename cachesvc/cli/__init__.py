@@ -1,0 +1,1 @@
+"""The ``cachesvc`` command: one file per command, `main` puts them together."""

@@ -1,0 +1,3 @@
+from cachesvc.cli.main import main
+
+main()

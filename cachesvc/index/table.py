@@ -1,0 +1,46 @@
+"""What a look-up reads: block id → entry, in memory."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from cachesvc.classes import TrafficClass
+from cachesvc.segments.segment import Segment
+
+_SHARD: Final = struct.Struct(">H")
+
+
+def block_id(key: bytes, shard: int) -> bytes:
+    """chain key ‖ shard (big-endian uint16): 18 bytes that name one payload."""
+    return key + _SHARD.pack(shard)
+
+
+def split_id(identity: bytes) -> tuple[bytes, int]:
+    """The reverse of `block_id`."""
+    return identity[:-2], _SHARD.unpack(identity[-2:])[0]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Where a block lies, which never changes (a block that moves gets a new entry), and how it is used.
+
+    `traffic_class` is the longest-lived class that used the block: its TTL counts from `used`. `touched` says that it
+    was used after it was written where it lies now.
+    """
+
+    segment: Segment
+    record: int
+    checksum: int
+    created: float
+    used: float
+    traffic_class: TrafficClass
+    touched: bool = False
+
+    @property
+    def expires(self) -> float:
+        return self.used + self.traffic_class.ttl
+
+
+Table = dict[bytes, Entry]

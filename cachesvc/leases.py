@@ -1,0 +1,124 @@
+"""Leases: time-limited holds that end by themselves.
+
+===========  ==================================  =====================================================
+state        read lease                          write lease
+===========  ==================================  =====================================================
+taken        Match found blocks                  Reserve granted keys
+in use       Get streams them                    Put fills staging buffers; Commit settles them one by one
+ended        Release, a repeated pass, or time   Abort, or time: what is not settled never existed
+===========  ==================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cachesvc.accounting import Pass
+from cachesvc.classes import TrafficClass
+from cachesvc.clock import Clock
+from cachesvc.errors import InvalidCall, LeaseEnded, LimitReached
+from cachesvc.index.table import Entry
+from cachesvc.limits import DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS, MAX_LEASES
+from cachesvc.rpc.cache_pb2 import CommitState
+
+LEASE_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What a client registered: whose blocks it speaks of and how large they are."""
+
+    digest: str
+    """Namespace digest, hex."""
+    model: str
+    block_tokens: int
+    payload_bytes: tuple[int, ...]
+    """By shard."""
+
+
+@dataclass
+class Staging:
+    """The payload of one reserved key on its way in: chunks arrive in order; repeating one is harmless."""
+
+    payload: bytearray
+    filled: int = 0
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Raises `InvalidCall` for a gap or for bytes past the payload."""
+        end = offset + len(data)
+        if offset > self.filled:
+            raise InvalidCall(f"chunk at {offset} leaves a gap: the payload has {self.filled} bytes so far")
+        if end > len(self.payload):
+            raise InvalidCall(
+                f"chunk ends at {end}; payloads of this namespace and shard have {len(self.payload)} bytes"
+            )
+        self.payload[offset:end] = data
+        self.filled = max(self.filled, end)
+
+
+@dataclass
+class ReadLease:
+    expires: float
+    pass_: Pass
+    keys: list[bytes]
+    rows: list[tuple[Entry, ...]]
+    """Entries by block and shard."""
+    pass_id: bytes = b""
+
+
+@dataclass
+class WriteLease:
+    expires: float
+    attachment: Attachment
+    shard: int
+    payload_bytes: int
+    traffic_class: TrafficClass
+    keys: list[bytes]
+    staged: dict[int, Staging]
+    settled: dict[int, CommitState.ValueType] = field(default_factory=dict)
+
+
+Lease = TypeVar("Lease", ReadLease, WriteLease)
+
+
+class LeaseTable(Generic[Lease]):
+    """Leases by id. Not thread-safe: the service's lock covers it. At `MAX_LEASES` new ones are refused."""
+
+    def __init__(self, clock: Clock, limit: int = MAX_LEASES) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._leases: dict[bytes, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def deadline(self, wanted_ms: int) -> tuple[float, int]:
+        """End (monotonic seconds) and life (ms) of a lease for which `wanted_ms` was asked (0: the default)."""
+        seconds = min(wanted_ms / 1000 or DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS)
+        return self._clock.monotonic() + seconds, int(seconds * 1000)
+
+    def add(self, lease: Lease) -> bytes:
+        """Raises `LimitReached`."""
+        if len(self._leases) >= self._limit:
+            raise LimitReached(f"{self._limit} leases are taken; release some or wait for them to end")
+        identity = secrets.token_bytes(LEASE_ID_BYTES)
+        self._leases[identity] = lease
+        return identity
+
+    def get(self, identity: bytes) -> Lease:
+        """Raises `LeaseEnded` for an unknown or ended one."""
+        lease = self._leases.get(identity)
+        if lease is None or lease.expires <= self._clock.monotonic():
+            raise LeaseEnded(f"lease {identity.hex()[:32] or '(empty)'} is unknown or has ended")
+        return lease
+
+    def pop(self, identity: bytes) -> Lease | None:
+        return self._leases.pop(identity, None)
+
+    def pop_expired(self) -> Iterator[Lease]:
+        now = self._clock.monotonic()
+        for identity in [i for i, lease in self._leases.items() if lease.expires <= now]:
+            yield self._leases.pop(identity)

@@ -1,0 +1,59 @@
+"""Every fixed limit of the daemon, and what happens at it. Limits that an operator may want to move are in `config`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KiB: Final = 1 << 10
+MiB: Final = 1 << 20
+GiB: Final = 1 << 30
+
+# Calls. Past it: INVALID_ARGUMENT.
+MAX_KEYS: Final = 16_384
+MAX_PAYLOAD_BYTES: Final = 64 * MiB
+MAX_CHUNK_BYTES: Final = 2 * MiB
+MAX_NAMESPACE_BYTES: Final = 64 * KiB
+MAX_CLIENT_NAME_BYTES: Final = 256
+MAX_SHARDS: Final = 1_024
+MAX_CLASS_NAME_BYTES: Final = 32
+
+# One gRPC message: a chunk or a full list of keys, and its framing. Past it: RESOURCE_EXHAUSTED by gRPC itself.
+MAX_MESSAGE_BYTES: Final = MAX_CHUNK_BYTES + 64 * KiB
+
+# Leases. A longer wish is cut to the maximum; a full table answers RESOURCE_EXHAUSTED.
+DEFAULT_LEASE_SECONDS: Final = 30.0
+MAX_LEASE_SECONDS: Final = 600.0
+MAX_LEASES: Final = 16_384
+
+# Attachments (namespace and sizes). A full table forgets the least recently used one, whose clients attach again.
+MAX_ATTACHMENTS: Final = 4_096
+
+# Passes remembered so that a repeated Match is accounted once; the oldest is forgotten first.
+MAX_REMEMBERED_PASSES: Final = 65_536
+
+# Rows of the accounting (class and model). Past it, further models are counted under "other".
+MAX_ACCOUNTING_ROWS: Final = 1_024
+
+# Dropped keys remembered with the reason, so that a miss can be explained; the oldest is forgotten first.
+MAX_GHOSTS: Final = 262_144
+
+# Segments open for writing; the least recently written one is sealed first.
+MAX_OPEN_WRITERS: Final = 64
+
+# Calls served at once; further ones are queued up to this many more, then refused with RESOURCE_EXHAUSTED.
+MAX_QUEUED_CALLS: Final = 128
+
+# Bytes read from one segment in one request: neighbours of a prefix are read together up to this.
+MAX_READ_BYTES: Final = 8 * MiB
+
+# Share of an evicted segment's records that may be kept by writing them again; the rest goes, so that room is gained.
+MAX_KEPT_SHARE: Final = 0.5
+
+# Seconds between rounds of housekeeping (leases, expiry, writing touches to the index).
+HOUSEKEEPING_SECONDS: Final = 1.0
+
+# Seconds in which writes are refused after the device failed one, before the next is tried.
+WRITE_RETRY_SECONDS: Final = 5.0
+
+# Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
+SLICES_PER_TTL: Final = 24

@@ -1,0 +1,121 @@
+"""The bytes of a segment file.
+
+::
+
+    header page ‖ record 0 ‖ record 1 ‖ … ‖ footer entries ‖ footer tail
+
+* header, one 4 KiB page: magic 8 ‖ version u16 ‖ zero u16 ‖ JSON length u32 ‖ JSON ‖ zeros ‖ xxh3_64 of the page's rest
+* records of one size each (see `cachesvc.record`)
+* only in a sealed segment: one 48-byte entry per record (key 16 ‖ shard u32 ‖ zero u32 ‖ created µs ‖ used µs ‖ payload
+  checksum), and a 40-byte tail: magic 8 ‖ version u32 ‖ count u32 ‖ segment tag u64 ‖ xxh3_64 of the entries ‖ xxh3_64
+  of the tail's rest. The file ends there. A file with no valid tail is unsealed: it is scanned.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
+
+VERSION: Final = 1
+SUFFIX: Final = ".seg"
+_HEAD_MAGIC: Final = b"CSVSEG\x00\x01"
+_HEAD: Final = struct.Struct("<8sHHI")
+_ENTRY: Final = struct.Struct("<16sIIQQQ")
+_TAIL_MAGIC: Final = b"CSVEND\x00\x01"
+_TAIL: Final = struct.Struct("<8sIIQQ")
+_SUM: Final = struct.Struct("<Q")
+TAIL_BYTES: Final = _TAIL.size + _SUM.size
+
+
+class ForeignFile(Exception):
+    """The file is not a segment of this version, or its header is damaged. Never deleted, never served."""
+
+
+@dataclass(frozen=True)
+class SegmentHead:
+    """What a segment's header says. Times are seconds since the epoch."""
+
+    namespace: str
+    """Namespace digest, hex."""
+    payload_bytes: int
+    traffic_class: str
+    ttl: float
+    slice_end: int
+    """When every block is past its TTL unless it was used after it was written here."""
+    created: float
+    tag: int
+    """Random, in every record too: a record that belongs to another file is not taken for one of this."""
+
+    @property
+    def stride(self) -> int:
+        return record_bytes(self.payload_bytes)
+
+    def offset(self, number: int) -> int:
+        return PAGE + number * self.stride
+
+    def records_in(self, size: int) -> int:
+        """Whole records in a file of `size` bytes without footer."""
+        return max(0, size - PAGE) // self.stride
+
+
+def encode_head(head: SegmentHead) -> bytes:
+    text = json.dumps(asdict(head), sort_keys=True, separators=(",", ":")).encode()
+    page = (_HEAD.pack(_HEAD_MAGIC, VERSION, 0, len(text)) + text).ljust(PAGE - _SUM.size, b"\0")
+    if len(page) > PAGE - _SUM.size:
+        raise ValueError(f"segment header of {len(text)} bytes does not fit a page")
+    return page + _SUM.pack(checksum(page))
+
+
+def decode_head(page: bytes) -> SegmentHead:
+    """Raises `ForeignFile`."""
+    if len(page) != PAGE or not page.startswith(_HEAD_MAGIC):
+        raise ForeignFile("does not start like a segment")
+    if _SUM.unpack(page[-_SUM.size :])[0] != checksum(page[: -_SUM.size]):
+        raise ForeignFile("its header is damaged")
+    _, version, _, length = _HEAD.unpack_from(page)
+    if version != VERSION:
+        raise ForeignFile(f"is a segment of version {version}; this build reads {VERSION}")
+    fields: dict[str, Any] = json.loads(page[_HEAD.size : _HEAD.size + length])
+    return SegmentHead(**fields)
+
+
+def encode_footer(head: SegmentHead, records: list[RecordHead]) -> bytes:
+    entries = b"".join(
+        _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum) for r in records
+    )
+    tail = _TAIL.pack(_TAIL_MAGIC, VERSION, len(records), head.tag, checksum(entries))
+    return entries + tail + _SUM.pack(checksum(tail))
+
+
+def footer_records(head: SegmentHead, tail: bytes, size: int) -> int | None:
+    """Number of records that the last `TAIL_BYTES` of a file of `size` bytes claim, or None when it is not sealed."""
+    if len(tail) != TAIL_BYTES or _SUM.unpack(tail[_TAIL.size :])[0] != checksum(tail[: _TAIL.size]):
+        return None
+    magic, version, count, tag, _ = _TAIL.unpack(tail[: _TAIL.size])
+    if (
+        magic != _TAIL_MAGIC
+        or version != VERSION
+        or tag != head.tag
+        or size != head.offset(count) + footer_bytes(count)
+    ):
+        return None
+    return int(count)
+
+
+def footer_bytes(count: int) -> int:
+    return count * _ENTRY.size + TAIL_BYTES
+
+
+def decode_footer(head: SegmentHead, footer: bytes) -> list[RecordHead] | None:
+    """The records a footer lists, or None when it is damaged."""
+    entries, tail = footer[:-TAIL_BYTES], footer[-TAIL_BYTES:]
+    if _TAIL.unpack(tail[: _TAIL.size])[4] != checksum(entries):
+        return None
+    return [
+        RecordHead(key, shard, head.payload_bytes, number, created / 1e6, used / 1e6, head.tag, payload_sum)
+        for number, (key, shard, _, created, used, payload_sum) in enumerate(_ENTRY.iter_unpack(entries))
+    ]

@@ -1,0 +1,87 @@
+"""What a segment file holds, found from the file alone: by its footer, or by scanning an unsealed one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachesvc.record import PAGE, TRAILER_BYTES, RecordHead, checksum, decode_trailer
+from cachesvc.segments.format import (
+    TAIL_BYTES,
+    ForeignFile,
+    SegmentHead,
+    decode_footer,
+    decode_head,
+    encode_footer,
+    footer_bytes,
+    footer_records,
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """`records` is the number of record slots in the file; `heads` lists those that are whole (all, unless damaged)."""
+
+    head: SegmentHead
+    heads: list[RecordHead]
+    records: int
+    size: int
+    sealed: bool
+
+
+def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
+    """Header, file size, and the number of records if a valid footer tail ends the file. Raises as `read_segment`."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            head = decode_head(file.read(PAGE))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ForeignFile(f"its header is not understood: {error}") from error
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - TAIL_BYTES))
+        return head, size, footer_records(head, file.read(TAIL_BYTES), size)
+
+
+def read_segment(path: Path) -> Found:
+    """Reads a segment's footer, or scans it when it has none or a damaged one. Raises `ForeignFile` or `OSError`."""
+    head, size, count = read_head(path)
+    with path.open("rb", buffering=0) as file:
+        if count is not None:
+            file.seek(head.offset(count))
+            heads = decode_footer(head, file.read(footer_bytes(count)))
+            if heads is not None:
+                return Found(head, heads, count, size, sealed=True)
+        # Only the tail of an unsealed segment can be torn, but bits can flip anywhere: every record is checked whole.
+        slots = head.records_in(size) if count is None else count
+        heads = []
+        for number in range(slots):
+            file.seek(head.offset(number))
+            record = memoryview(file.read(head.stride))
+            found = decode_trailer(record[-TRAILER_BYTES:]) if len(record) == head.stride else None
+            if (
+                found is not None
+                and (found.number, found.segment_tag, found.payload_bytes) == (number, head.tag, head.payload_bytes)
+                and checksum(record[: found.payload_bytes]) == found.checksum
+            ):
+                heads.append(found)
+    return Found(head, heads, slots, size, sealed=count is not None)
+
+
+def seal_recovered(path: Path, found: Found) -> Found:
+    """Cuts the torn end of an unsealed segment and seals it: it is immutable from now on. Raises `OSError`.
+
+    Only when every slot up to the last whole record is whole; otherwise the file stays as it is (and is scanned again
+    at the next start), because a footer cannot list a hole.
+    """
+    if [head.number for head in found.heads] != list(range(len(found.heads))):
+        return found
+    count = len(found.heads)
+    footer = encode_footer(found.head, found.heads)
+    with path.open("r+b", buffering=0) as file:
+        file.truncate(found.head.offset(count))
+        file.seek(found.head.offset(count))
+        written = file.write(footer)
+        os.fdatasync(file.fileno())
+    if written != len(footer):
+        raise OSError(f"wrote {written} of {len(footer)} bytes of the footer of {path}")
+    return Found(found.head, found.heads, count, found.head.offset(count) + len(footer), sealed=True)
