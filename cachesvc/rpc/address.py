@@ -34,7 +34,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Reads ``unix:/path``, ``unix:///path``, ``host:port`` or ``[v6]:port``. Raises `ValueError` that says what to do."""
+    """Reads ``unix:/path``, ``unix:///path``, ``host:port`` or ``[v6]:port``. Raises `ValueError`, with advice."""
     if text.startswith("unix:"):
         name = text.removeprefix("unix:")
         name = name.removeprefix("//") if name.startswith("///") else name

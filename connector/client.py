@@ -1,0 +1,262 @@
+"""The wire, thinly: one method per call, a deadline on each, errors of `errors`, every reply's boot id compared.
+
+No policy lives here. The channels are made at the first call, never at import or construction, because gRPC does not
+survive a fork: only the process that calls owns them. There are two, so that a look-up never queues behind payloads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import grpc
+
+from cachesvc.connector.errors import BadAnswer, NotAttached, Rejected, Unreachable, from_rpc_error
+from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES
+from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
+from cachesvc.rpc import cache_pb2 as pb
+from cachesvc.rpc.address import Address
+from cachesvc.rpc.cache_pb2_grpc import CacheStub
+
+BOOT_ID_BYTES: Final = 16
+LEASE_BYTES: Final = 16
+
+_CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
+    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES + MESSAGE_SLACK_BYTES),
+    ("grpc.max_send_message_length", MAX_CHUNK_BYTES + MESSAGE_SLACK_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+_self_test_vector = functools.cache(self_test_vector)
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What the daemon answered to Attach: valid for one boot of it."""
+
+    id: int
+    boot_id: bytes
+    max_keys: int
+    max_payload_bytes: int
+    max_chunk_bytes: int
+    max_lease_ms: int
+    traffic_classes: tuple[str, ...]
+
+    def lease_ms(self, seconds: float) -> int:
+        return min(int(seconds * 1000), self.max_lease_ms)
+
+
+@dataclass(frozen=True)
+class Match:
+    blocks: int
+    lease_id: bytes  # empty when nothing is leased
+    first_miss: pb.MissReason.ValueType
+
+
+class Replies(Protocol):
+    """The stream of a Get."""
+
+    def __iter__(self) -> Iterator[pb.GetReply]: ...
+    def cancel(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Reservation:
+    states: bytes  # one pb.ReserveState per key
+    lease_id: bytes
+
+
+class Client:
+    """Calls of one daemon, from any thread. Every method blocks at most its `deadline_s` and raises `CacheError`."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._channels: list[grpc.Channel] = []
+        self._stubs: list[CacheStub] = []
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends all calls that are under way (they raise `Unreachable`) and refuses new ones."""
+        with self._lock:
+            self._closed = True
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+    def attach(self, namespace_json: str, payload_bytes: Sequence[int], *, deadline_s: float) -> Attachment:
+        """Waits for the connection up to the deadline. Raises `Rejected` when this client can never be served."""
+        request = pb.AttachRequest(
+            namespace_json=namespace_json,
+            self_test_vector=_self_test_vector(),
+            key_scheme=KEY_SCHEME_VERSION,
+            payload_bytes=payload_bytes,
+            client=f"pid {os.getpid()}, Python {sys.version_info.major}.{sys.version_info.minor}",
+        )
+        try:
+            reply = self._call("Attach", request, deadline_s, wait_for_ready=True)
+        except NotAttached as error:  # for Attach the status means that the key schemes differ
+            raise Rejected(str(error)) from error
+        attachment = Attachment(
+            id=reply.attachment,
+            boot_id=reply.boot_id,
+            max_keys=reply.max_keys,
+            max_payload_bytes=reply.max_payload_bytes,
+            max_chunk_bytes=min(reply.max_chunk_bytes, MAX_CHUNK_BYTES),
+            max_lease_ms=reply.max_lease_ms,
+            traffic_classes=tuple(reply.traffic_classes),
+        )
+        if len(attachment.boot_id) != BOOT_ID_BYTES or not (
+            attachment.max_keys and attachment.max_chunk_bytes and attachment.traffic_classes
+        ):
+            raise BadAnswer(f"Attach: boot id, limits or traffic classes are missing in {attachment}")
+        if max(payload_bytes) > attachment.max_payload_bytes:
+            raise Rejected(f"a block has {max(payload_bytes)} bytes, the daemon takes {attachment.max_payload_bytes}")
+        return attachment
+
+    def match(
+        self,
+        attachment: Attachment,
+        keys: Sequence[bytes],
+        *,
+        traffic_class: str,
+        input_tokens: int,
+        local_tokens: int,
+        min_blocks: int,
+        lease_s: float,
+        pass_id: bytes,
+        unreachable_tokens: int,
+        deadline_s: float,
+    ) -> Match:
+        request = pb.MatchRequest(
+            attachment=attachment.id,
+            keys=pack_keys(keys),
+            traffic_class=traffic_class,
+            input_tokens=input_tokens,
+            local_tokens=local_tokens,
+            min_blocks=min_blocks,
+            lease_ms=attachment.lease_ms(lease_s),
+            pass_id=pass_id,
+            unreachable_tokens=unreachable_tokens,
+        )
+        reply = self._call("Match", request, deadline_s)
+        _check_boot("Match", reply.boot_id, attachment)
+        if reply.matched_blocks > len(keys):
+            raise BadAnswer(f"Match: {reply.matched_blocks} blocks matched of {len(keys)} asked")
+        return Match(reply.matched_blocks, reply.lease_id, reply.first_miss)
+
+    def get(self, lease_id: bytes, *, first: int, count: int, shard: int, deadline_s: float) -> Replies:
+        """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
+        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=shard)
+        replies: Replies = self._start("Get", request, deadline_s)
+        return replies
+
+    def release(
+        self,
+        attachment: Attachment,
+        lease_id: bytes,
+        loaded_blocks: int,
+        not_loaded: pb.MissReason.ValueType,
+        *,
+        deadline_s: float,
+    ) -> None:
+        request = pb.ReleaseRequest(lease_id=lease_id, loaded_blocks=loaded_blocks, not_loaded=not_loaded)
+        _check_boot("Release", self._call("Release", request, deadline_s).boot_id, attachment)
+
+    def reserve(
+        self,
+        attachment: Attachment,
+        keys: Sequence[bytes],
+        *,
+        shard: int,
+        traffic_class: str,
+        lease_s: float,
+        deadline_s: float,
+    ) -> Reservation:
+        request = pb.ReserveRequest(
+            attachment=attachment.id,
+            keys=pack_keys(keys),
+            shard=shard,
+            traffic_class=traffic_class,
+            lease_ms=attachment.lease_ms(lease_s),
+        )
+        reply = self._call("Reserve", request, deadline_s)
+        _check_boot("Reserve", reply.boot_id, attachment)
+        if len(reply.states) != len(keys) or (pb.GRANTED in reply.states and len(reply.lease_id) != LEASE_BYTES):
+            raise BadAnswer(f"Reserve: {len(reply.states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
+        return Reservation(reply.states, reply.lease_id)
+
+    def put(
+        self, attachment: Attachment, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], *, deadline_s: float
+    ) -> None:
+        """Sends (index, payload) pairs in chunks."""
+        reply = self._call("Put", _chunks(lease_id, payloads, attachment.max_chunk_bytes), deadline_s)
+        _check_boot("Put", reply.boot_id, attachment)
+        sent = sum(payload.nbytes for _, payload in payloads)
+        if reply.received_bytes != sent:
+            raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
+
+    def commit(
+        self,
+        attachment: Attachment,
+        lease_id: bytes,
+        indices: Sequence[int],
+        checksums: Sequence[int],
+        *,
+        durable: bool,
+        deadline_s: float,
+    ) -> bytes:
+        """One pb.CommitState per index."""
+        request = pb.CommitRequest(lease_id=lease_id, indices=indices, checksums=checksums, durable=durable)
+        reply = self._call("Commit", request, deadline_s)
+        _check_boot("Commit", reply.boot_id, attachment)
+        if len(reply.states) != len(indices):
+            raise BadAnswer(f"Commit: {len(reply.states)} states for {len(indices)} blocks")
+        return bytes(reply.states)
+
+    def abort(self, lease_id: bytes, *, deadline_s: float) -> None:
+        self._call("Abort", pb.AbortRequest(lease_id=lease_id), deadline_s)
+
+    def _call(self, name: str, request: Any, deadline_s: float, *, wait_for_ready: bool = False) -> Any:
+        try:
+            return self._start(name, request, deadline_s, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, name) from error
+
+    def _start(self, name: str, request: Any, deadline_s: float, *, wait_for_ready: bool = False) -> Any:
+        method = getattr(self._stub(bulk=name in ("Get", "Put")), name)
+        try:
+            return method(request, timeout=max(0.001, deadline_s), wait_for_ready=wait_for_ready)
+        except ValueError as error:  # gRPC's answer on a channel that another thread has just closed
+            raise Unreachable(f"{name}: {error}") from error
+
+    def _stub(self, *, bulk: bool) -> CacheStub:
+        with self._lock:
+            if self._closed:
+                raise Unreachable("this client is closed")
+            if not self._channels:
+                self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
+                self._stubs = [CacheStub(channel) for channel in self._channels]
+            return self._stubs[bulk]
+
+
+def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_bytes: int) -> Iterator[pb.PutRequest]:
+    for index, payload in payloads:
+        for offset in range(0, payload.nbytes, chunk_bytes):
+            data = bytes(payload[offset : offset + chunk_bytes])
+            yield pb.PutRequest(lease_id=lease_id, index=index, offset=offset, data=data)
+            lease_id = b""  # the contract wants it in the first message only
+
+
+def _check_boot(call: str, boot_id: bytes, attachment: Attachment) -> None:
+    if boot_id != attachment.boot_id:
+        raise NotAttached(f"{call}: boot {boot_id.hex()} of the daemon, attached to {attachment.boot_id.hex()}")

@@ -1,0 +1,136 @@
+"""One pass: an engine asking for one prompt (match, load, compute, save), and what is known about it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from array import array
+from dataclasses import dataclass
+
+from cachesvc.connector.client import Attachment
+from cachesvc.connector.loading import BlockReader
+from cachesvc.connector.options import HASH_SLICE_TOKENS
+from cachesvc.keys import PrefixHasher, Tokens
+
+logger = logging.getLogger("cachesvc.connector")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A read lease on the first `blocks` blocks of a pass."""
+
+    id: bytes
+    attachment: Attachment
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a look-up has found. `hit_blocks` may be less than the lease covers, and is 0 without a lease."""
+
+    hit_blocks: int = 0
+    lease: Lease | None = None
+    reason: str = "miss"  # or: hit, timed out, unreachable, failed
+
+
+class Pass:
+    """What an engine holds from `begin` to `finish`. The public fields change only inside the engine's own calls.
+
+    `pending`: no answer yet. `hit_tokens`: length of the stored prefix, counted from the first token, a multiple of the
+    block; always less than the prompt, so that one token is left to compute. `reason`: how the look-up ended.
+    `loaded_tokens`: length of the prefix that `load` has made usable, 0 before.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        hasher: PrefixHasher | None = None,
+        *,
+        traffic_class: str = "",
+        local_tokens: int = 0,
+        wait_s: float = 0.0,
+    ) -> None:
+        """Without a `hasher` it has no keys and can neither hit nor save."""
+        self.id = os.urandom(16)
+        self.prompt_tokens = len(tokens)
+        self.traffic_class = traffic_class
+        self.local_tokens = local_tokens
+        self.pending = True
+        self.hit_tokens = 0
+        self.loaded_tokens = 0
+        self.reason = ""
+        self.deadline = time.monotonic() + wait_s
+
+        # Below: for the connector alone. `lock` guards what the engine's and the connector's threads share.
+        self.lock = threading.Lock()
+        self.answered = threading.Event()
+        self.answer: Answer | None = None
+        self.lease: Lease | None = None
+        self.given_up = False  # an answer that comes now is too late
+        self.finished = False
+        self.reader: BlockReader | None = None  # of the load under way, to be cancelled
+        self.next_save = 0  # blocks below it are loaded, stored or queued
+        self.save_goal = 0
+        self.save_stopped_by = ""
+        self._hasher = hasher
+        self._hashing = threading.Lock()
+        self._unhashed: list[Tokens] = [_own(tokens)] if hasher else []
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the blocks hashed so far."""
+        return self._hasher.keys if self._hasher else []
+
+    def add(self, tokens: Tokens) -> None:
+        """Appends tokens; they are hashed when somebody needs their keys."""
+        if self._hasher:
+            self._unhashed.append(_own(tokens))
+
+    def hash(self, *, wait: bool) -> bool:
+        """Makes the keys of all tokens. False after bad ones and, if not to `wait`, while another thread is at it."""
+        if not self._hashing.acquire(blocking=wait):
+            return False
+        try:
+            while self._hasher and self._unhashed:
+                tokens = self._unhashed.pop(0)
+                for start in range(0, len(tokens), HASH_SLICE_TOKENS):
+                    self._hasher.extend(tokens[start : start + HASH_SLICE_TOKENS])
+        except ValueError as error:  # the engine's mistake; what comes after has no true key
+            self._hasher = None
+            logger.error("this prompt is not cached: %s", error)
+        finally:
+            self._hashing.release()
+        return self._hasher is not None
+
+    def put_answer(self, answer: Answer) -> bool:
+        """For the look-up. False when nobody wants the answer any more: its lease is then the caller's to release."""
+        with self.lock:
+            if self.given_up:
+                return False
+            self.answer = answer
+            self.lease = answer.lease
+        self.answered.set()
+        return True
+
+    def take_answer(self) -> Answer | None:
+        """For the engine's calls. None: still pending. At the deadline the pass is given up."""
+        with self.lock:
+            if self.answer is None and time.monotonic() >= self.deadline:
+                self.given_up = True
+                self.answer = Answer(reason="timed out")
+            return self.answer
+
+    def take_lease(self) -> Lease | None:
+        """The lease, to whoever comes first."""
+        with self.lock:
+            lease, self.lease = self.lease, None
+            return lease
+
+
+def _own(tokens: Tokens) -> Tokens:
+    """A copy: engines append to their own lists, and a view ends with its owner."""
+    if isinstance(tokens, memoryview):
+        return memoryview(tokens.tobytes()).cast(tokens.format)  # type: ignore[call-overload, no-any-return]
+    return tokens[:] if isinstance(tokens, list | tuple | array | range) else list(tokens)

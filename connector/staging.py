@@ -1,0 +1,201 @@
+"""Saving: blocks are copied out of the engine at once, and one background thread brings them to the daemon.
+
+The engine waits for its own copy only, never for the network. What does not fit into the queue is not taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from cachesvc.connector.buffers import Slots
+from cachesvc.connector.client import Attachment, Client
+from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached
+from cachesvc.connector.link import Link
+from cachesvc.connector.memory import FailedKeys, KnownKeys
+from cachesvc.connector.options import CacheOptions
+from cachesvc.connector.stats import Counters
+from cachesvc.connector.workers import Workers
+from cachesvc.rpc import cache_pb2 as pb
+
+logger = logging.getLogger("cachesvc.connector")
+
+MAX_WAITING_BATCHES = 65_536
+"""Far more than the queue's bytes allow for any real payload; a bound all the same."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of one prefix in order, each in its slot, to be stored under one write lease."""
+
+    keys: Sequence[bytes]
+    slots: list[int]
+    traffic_class: str
+
+
+class Saver:
+    """The bounded save queue and its thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        link: Link,
+        known: KnownKeys,
+        failed: FailedKeys,
+        counters: Counters,
+        options: CacheOptions,
+        *,
+        payload_bytes: int,
+        shard: int,
+    ) -> None:
+        self._client = client
+        self._link = link
+        self._known = known
+        self._failed = failed
+        self._counters = counters
+        self._options = options
+        self._payload_bytes = payload_bytes
+        self._shard = shard
+        self._batch_blocks = max(1, options.save_batch_bytes // payload_bytes)
+        self._slots: Slots | None = None
+        self._making = threading.Lock()
+        self._paused_until = 0.0
+        self._worker = Workers("cachesvc-save", threads=1, limit=MAX_WAITING_BATCHES)
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._slots.used_bytes if self._slots else 0
+
+    def take(self, keys: Sequence[bytes], traffic_class: str, fill: Callable[[Sequence[memoryview]], None]) -> int:
+        """Queues a first part of `keys`, for whose buffers `fill` is called, and returns how many; 0 when full.
+
+        What `fill` raises goes to the caller, and nothing is queued then.
+        """
+        slots = self._buffers()
+        if slots is None or time.monotonic() < self._paused_until:
+            return 0
+        taken = slots.take(len(keys))
+        if not taken:
+            return 0
+        try:
+            fill([slots.view(slot) for slot in taken])
+        except BaseException:
+            slots.give(taken)
+            raise
+        self._known.add(keys[: len(taken)])
+        for start in range(0, len(taken), self._batch_blocks):
+            end = start + self._batch_blocks
+            self._queue(Batch(keys[start : min(end, len(taken))], taken[start:end], traffic_class))
+        self._counters.add(queued_blocks=len(taken))
+        return len(taken)
+
+    def flush(self, timeout_s: float) -> bool:
+        """True once nothing is queued or under way."""
+        return self._worker.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._worker.close(timeout_s)
+
+    def _buffers(self) -> Slots | None:
+        with self._making:
+            if self._slots is None:
+                try:
+                    self._slots = Slots(self._payload_bytes, self._options.save_queue_bytes // self._payload_bytes)
+                except OSError as error:
+                    logger.error("no memory for saving (%d bytes): %s", self._options.save_queue_bytes, error)
+                    self._slots = Slots(self._payload_bytes, 0)
+            return self._slots
+
+    def _queue(self, batch: Batch) -> None:
+        if not self._worker.submit(lambda: self._save(batch)):
+            self._done(batch, [], failed_blocks=len(batch.keys))
+
+    def _save(self, batch: Batch) -> None:
+        """On the worker thread: stores one batch, whatever happens gives its buffers back."""
+        started = time.monotonic()
+        stored: list[bytes] = []
+        counts: Counter[str] = Counter()
+        try:
+            attachment = self._link.current()
+            if attachment is not None:
+                try:
+                    self._store(attachment, batch, stored, counts)
+                except NotAttached:
+                    renewed = self._link.renew(attachment, self._options.control_deadline_s)
+                    if renewed is not None:
+                        self._store(renewed, batch, stored, counts)
+                self._link.success()
+        except CacheError as error:
+            self._link.failure(error, engine_waited=False)
+        finally:
+            counts["failed_blocks"] = len(batch.keys) - sum(counts.values())
+            self._done(batch, stored, **counts, save_seconds=time.monotonic() - started)
+
+    def _store(self, attachment: Attachment, batch: Batch, stored: list[bytes], counts: Counter[str]) -> None:
+        """Reserve, Put what was granted, Commit. Fills in the keys that are stored, and what became of all others."""
+        stored.clear()
+        counts.clear()
+        deadline_s = self._options.save_deadline_s
+        reservation = self._client.reserve(
+            attachment,
+            batch.keys,
+            shard=self._shard,
+            traffic_class=batch.traffic_class,
+            lease_s=self._options.write_lease_s,
+            deadline_s=deadline_s,
+        )
+        states = reservation.states
+        stored.extend(key for key, state in zip(batch.keys, states, strict=True) if state == pb.PRESENT)
+        counts.update(present_blocks=len(stored), busy_blocks=states.count(pb.BUSY))
+        self._refused(states.count(pb.REFUSED), counts)
+        granted = [index for index, state in enumerate(states) if state == pb.GRANTED]
+        if not granted:
+            return
+        slots = self._slots
+        assert slots is not None, "a batch was made without buffers"
+        payloads = [(index, slots.view(batch.slots[index])) for index in granted]
+        checksums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
+        try:
+            self._client.put(attachment, reservation.lease_id, payloads, deadline_s=deadline_s)
+            outcome = self._client.commit(
+                attachment,
+                reservation.lease_id,
+                granted,
+                checksums,
+                durable=self._options.durable,
+                deadline_s=deadline_s,
+            )
+        except CacheError:
+            self._abort(reservation.lease_id)
+            raise
+        done = [batch.keys[index] for index, state in zip(granted, outcome, strict=True) if state == pb.STORED]
+        stored.extend(done)
+        self._failed.discard(done)
+        counts.update(stored_blocks=len(done))
+        self._refused(outcome.count(pb.WRITE_REFUSED), counts)
+        if pb.CHECKSUM_MISMATCH in outcome or pb.INCOMPLETE in outcome:
+            self._link.failure(BadAnswer(f"Commit: states {outcome.hex()}"), engine_waited=False)
+
+    def _refused(self, blocks: int, counts: Counter[str]) -> None:
+        if blocks:
+            counts.update(refused_blocks=blocks)
+            self._paused_until = time.monotonic() + self._options.saves_refused_pause_s
+
+    def _abort(self, lease_id: bytes) -> None:
+        try:
+            self._client.abort(lease_id, deadline_s=self._options.control_deadline_s)
+        except CacheError:
+            logger.debug("the write lease is left to end by itself", exc_info=True)
+
+    def _done(self, batch: Batch, stored: Sequence[bytes], **counts: float) -> None:
+        self._known.discard(set(batch.keys).difference(stored))
+        if self._slots is not None:
+            self._slots.give(batch.slots)
+        counts["stored_bytes"] = counts.get("stored_blocks", 0) * self._payload_bytes
+        self._counters.add(**counts)
