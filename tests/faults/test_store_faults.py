@@ -1,0 +1,335 @@
+"""What must survive, and what must be a miss, when files are damaged, the disk is full or the daemon is killed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Client, Daemon, make_payloads, run_cli
+
+from cachesvc.keys import Namespace, chain_keys
+from cachesvc.record import PAGE, TRAILER_BYTES, record_bytes
+from cachesvc.rpc import cache_pb2 as pb
+
+SIZE = 9000
+STRIDE = record_bytes(SIZE)
+
+
+@pytest.fixture
+def keys(namespace: Namespace) -> list[bytes]:
+    return chain_keys(namespace, range(128 * 6))
+
+
+@pytest.fixture
+def payloads() -> list[bytes]:
+    return make_payloads(6, SIZE)
+
+
+def attached(daemon: Daemon, namespace: Namespace) -> Client:
+    client = Client(daemon.address)
+    client.attach(namespace, SIZE)
+    return client
+
+
+def the_segment(daemon: Daemon) -> Path:
+    (path,) = daemon.store.glob("*/*/*/*.seg")
+    return path
+
+
+@pytest.fixture
+def filled(daemon: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]) -> Daemon:
+    """A running daemon with six blocks, all acknowledged as durable."""
+    with attached(daemon, namespace) as client:
+        assert client.save(keys, payloads, durable=True) == [pb.CommitState.STORED] * 6
+    return daemon
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_after_sigkill_every_durable_block_is_there(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.kill()
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
+        assert client.report().events["recovered_segments"] == 1
+
+
+@pytest.mark.parametrize("how", ["clean", "killed"])
+def test_a_deleted_index_is_rebuilt_from_the_files(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes], how: str
+) -> None:
+    filled.stop() if how == "clean" else filled.kill()
+    shutil.rmtree(filled.store / "index")
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
+
+
+def test_a_damaged_index_is_rebuilt_from_the_files(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.stop()
+    for path in (filled.store / "index").iterdir():
+        path.write_bytes(b"\xff" * 64)
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
+        assert client.report().events["index_rebuilds"] == 1
+
+
+@pytest.mark.parametrize("cut", [1, TRAILER_BYTES, STRIDE - 1, STRIDE, STRIDE + 1])
+def test_a_segment_cut_off_by_a_crash_keeps_its_whole_records(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes], cut: int
+) -> None:
+    filled.kill()
+    path = the_segment(filled)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - cut)
+    filled.start()
+    lost = -(-cut // STRIDE)
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads[: 6 - lost]
+        # and the store takes the lost blocks again
+        assert client.save(keys, payloads)[-lost:] == [pb.CommitState.STORED] * lost
+        assert client.fetch(keys) == payloads
+
+
+def test_a_sealed_segment_cut_off_later_keeps_its_whole_records(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.stop()
+    path = the_segment(filled)
+    with path.open("r+b") as file:
+        file.truncate(PAGE + 3 * STRIDE + 100)
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads[:3]
+
+
+def test_a_segment_of_wrong_magic_is_left_alone(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.stop()
+    path = the_segment(filled)
+    flip(path, 0)
+    content = path.read_bytes()
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == []
+        assert client.report().events["foreign_files"] == 1
+        assert client.save(keys, payloads) == [pb.CommitState.STORED] * 6
+    assert path.read_bytes() == content
+
+
+def test_foreign_files_in_the_store_are_neither_served_nor_deleted(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.stop()
+    directory = the_segment(filled).parent
+    foreign = {
+        directory / "holiday.seg": b"",
+        directory / "notes.seg": b"x" * 10_000,
+        directory / "README": b"hello",
+        filled.store / "a" / "b" / "c" / "d.seg": b"CSVSEG\x00\x01" + b"y" * 5000,
+    }
+    for path, content in foreign.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
+        assert client.report().events["foreign_files"] == 3
+    assert {path: path.read_bytes() for path in foreign} == foreign
+
+
+@pytest.mark.parametrize("where", [0, SIZE // 2, SIZE - 1, STRIDE - 1, STRIDE - TRAILER_BYTES])
+@pytest.mark.parametrize("state", ["running", "clean", "killed"])
+def test_a_flipped_bit_makes_its_block_a_miss_and_no_other(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes], where: int, state: str
+) -> None:
+    damaged = 2
+    if state == "clean":
+        filled.stop()
+    elif state == "killed":
+        filled.kill()
+    flip(the_segment(filled), PAGE + damaged * STRIDE + where)
+    if state != "running":
+        filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads[:damaged]
+        match = client.lookup(keys)
+        assert match[0] == damaged
+        if state != "killed":  # after a crash the damage is found while scanning, and the key was never seen again
+            assert match[1] == pb.MissReason.CORRUPT
+            assert client.report().events["corrupt_blocks"] == 1
+        # the place is filled again and the blocks behind it are still there
+        assert client.save(keys, payloads)[damaged] == pb.CommitState.STORED
+        assert client.fetch(keys) == payloads
+
+
+def test_random_bit_flips_never_serve_a_wrong_byte(
+    make_daemon: Callable[..., Daemon], filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    filled.stop()
+    original = filled.store
+    source = random.Random(7)
+    for number in range(12):
+        copy = original.with_name(f"copy{number}")
+        shutil.copytree(original, copy)
+        (path,) = copy.glob("*/*/*/*.seg")
+        if number % 2:
+            shutil.rmtree(copy / "index")
+        for _ in range(3):
+            flip(path, source.randrange(path.stat().st_size))
+        daemon = make_daemon(store=copy).start()
+        with attached(daemon, namespace) as client:
+            got = client.fetch(keys)
+            assert got == payloads[: len(got)]
+        daemon.kill()
+
+
+def test_a_record_in_the_place_of_another_is_a_miss(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    path = the_segment(filled)
+    with path.open("r+b") as file:
+        file.seek(PAGE + 4 * STRIDE)
+        record = file.read(STRIDE)
+        file.seek(PAGE + 1 * STRIDE)
+        file.write(record)
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads[:1]
+
+
+def test_a_segment_deleted_underneath_is_a_miss(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    the_segment(filled).unlink()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == []
+        assert client.lookup(keys) == (0, pb.MissReason.CORRUPT)
+
+
+def test_kill_loops_lose_no_durable_block_and_serve_no_wrong_byte(daemon: Daemon, namespace: Namespace) -> None:
+    source = random.Random(11)
+    known: dict[int, list[bytes]] = {}
+    for loop in range(8):
+        with attached(daemon, namespace) as client:
+            for number, expected in known.items():
+                assert client.fetch(chain_keys(namespace, range(number, number + 384))) == expected, f"prompt {number}"
+            for step in range(source.randrange(1, 6)):
+                number = loop * 100 + step
+                expected = make_payloads(3, SIZE, seed=number)
+                client.save(chain_keys(namespace, range(number, number + 384)), expected, durable=True)
+                known[number] = expected
+            # in the middle of a write that nobody acknowledged
+            reply = client.reserve(chain_keys(namespace, range(9_000_000, 9_000_512)))
+            client.put(reply.lease_id, dict(enumerate(make_payloads(4, SIZE, seed=99))))
+        daemon.kill()
+        daemon.start()
+    with attached(daemon, namespace) as client:
+        assert client.report().blocks == 3 * len(known)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here, so a full disk cannot be tested: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_a_full_disk_refuses_writes_keeps_what_is_there_and_recovers(
+    make_daemon: Callable[..., Daemon], namespace: Namespace, keys: list[bytes], payloads: list[bytes], small_disk: Path
+) -> None:
+    daemon = make_daemon("--store-bytes", "500MB", store=small_disk / "store").start()
+    with attached(daemon, namespace) as client:
+        assert client.save(keys[:2], payloads[:2]) == [pb.CommitState.STORED] * 2
+        ballast = small_disk / "ballast"
+        with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        assert client.save(keys[2:], payloads[2:]) == [pb.CommitState.WRITE_REFUSED] * 4
+        report = client.report()
+        assert report.health.startswith("writes refused: cannot append")
+        assert report.events["write_refusals"] >= 1
+        assert client.fetch(keys) == payloads[:2]
+        assert client.save(keys[2:], payloads[2:]) == [-pb.ReserveState.REFUSED] * 4  # at once, without trying the disk
+        ballast.unlink()
+        deadline = time.monotonic() + 20
+        while client.save(keys, payloads)[-1] != -pb.ReserveState.PRESENT:
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+        assert client.report().health == "ok"
+        assert client.fetch(keys) == payloads
+    daemon.kill()
+    daemon.start()
+    with attached(daemon, namespace) as client:
+        assert client.fetch(keys) == payloads
+
+
+def test_a_daemon_starts_on_a_full_disk_and_serves_what_is_there(
+    make_daemon: Callable[..., Daemon], namespace: Namespace, keys: list[bytes], payloads: list[bytes], small_disk: Path
+) -> None:
+    daemon = make_daemon("--store-bytes", "500MB", store=small_disk / "store").start()
+    with attached(daemon, namespace) as client:
+        client.save(keys, payloads)
+    daemon.stop()
+    with pytest.raises(OSError, match="No space"), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
+    daemon.start()
+    with attached(daemon, namespace) as client:
+        assert client.fetch(keys) == payloads
+
+
+def test_a_second_daemon_on_the_store_or_the_socket_ends_with_one_line(daemon: Daemon, tmp_path: Path) -> None:
+    for arguments, code, word in (
+        (("--store", str(daemon.store), "--socket", str(tmp_path / "o.sock")), 3, "is in use by process"),
+        (("--store", str(tmp_path / "other"), "--socket", str(daemon.socket)), 4, "is in use by another daemon"),
+    ):
+        result = run_cli("serve", *arguments, "--listen", "", "--metrics", "")
+        assert result.returncode == code, result.stderr
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("cachesvc: ") and word in last
+        assert "Traceback" not in result.stderr
+
+
+def test_a_stale_socket_of_a_killed_daemon_is_taken_over(daemon: Daemon, namespace: Namespace) -> None:
+    daemon.kill()
+    assert daemon.socket.exists()
+    daemon.start()
+    with attached(daemon, namespace) as client:
+        assert client.report().health == "ok"
+
+
+def test_a_clean_shutdown_ends_with_zero_and_leaves_no_socket(filled: Daemon) -> None:
+    assert filled.stop() == 0
+    assert not filled.socket.exists()
+    assert "closed cleanly" in filled.log.read_text()
+
+
+def test_sigint_is_a_clean_shutdown_too(filled: Daemon) -> None:
+    assert filled.process is not None
+    filled.process.send_signal(signal.SIGINT)
+    assert filled.process.wait(20) == 0
