@@ -6,6 +6,7 @@ The daemon and its clients take the default from here, so that they find each ot
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,7 +56,10 @@ def parse_address(text: str) -> Address:
 
 def default_socket_path() -> Path:
     """The daemon's Unix socket when nothing else is configured: ``cachesvc.sock`` in the user's runtime directory."""
-    return Path(platformdirs.user_runtime_dir("cachesvc", appauthor=False)) / "cachesvc.sock"
+    with warnings.catch_warnings():
+        # Where there is no runtime directory (no XDG_RUNTIME_DIR) the fallback is what we want, not worth a warning.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return Path(platformdirs.user_runtime_dir("cachesvc", appauthor=False)) / "cachesvc.sock"
 
 
 def default_address() -> Address:
