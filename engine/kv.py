@@ -1,0 +1,113 @@
+"""The paged KV pool and the page table of one sequence.
+
+A *slot* holds the K and V of one token in every layer: ``slot = page * page_size + offset``. The page size is the
+engine's own business and has nothing to do with the 128 tokens of a cache block.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+
+from cachesvc.engine.models.config import LlamaConfig
+
+
+class OutOfPagesError(Exception):
+    """The pool has too few free pages. Nothing was allocated; the scheduler decides who has to wait."""
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens.
+
+    `kv` holds one tensor per layer, ``[2, num_pages * page_size, kv_heads, head_dim]``: K in plane 0, V in plane 1.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_pages <= 0 or page_size <= 0:
+            raise ValueError(f"num_pages ({num_pages}) and page_size ({page_size}) must be positive")
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (2, num_pages * page_size, config.num_key_value_heads, config.head_dim)
+        # Written once here, so that the first request does not pay for the page faults.
+        self.kv = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(config.num_hidden_layers)]
+        # A heap: the lowest pages first, so that tables are often consecutive and can be read without a gather.
+        self._free = list(range(num_pages))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv[0].device
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages. Raises `OutOfPagesError`, and takes none, when fewer are free."""
+        if count > len(self._free):
+            raise OutOfPagesError(f"{count} pages are needed, {len(self._free)} of {self.num_pages} are free")
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        """Gives pages back. Raises `ValueError` for one that is free already or was never there."""
+        wrong = set(pages) & set(self._free) | {page for page in pages if not 0 <= page < self.num_pages}
+        if wrong or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {sorted(wrong or pages)} are not allocated once each")
+        for page in pages:
+            heapq.heappush(self._free, page)
+
+
+class PageTable:
+    """The pages of one sequence, in token order."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._consecutive = True
+        self.pages: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit without another page."""
+        return len(self.pages) * self._pool.page_size
+
+    def ensure(self, num_tokens: int) -> None:
+        """Grows to hold `num_tokens`. Raises `OutOfPagesError` and stays as it was when the pool cannot."""
+        missing = self._pool.pages_for(num_tokens) - len(self.pages)
+        if missing > 0:
+            for page in self._pool.allocate(missing):
+                self._consecutive &= not self.pages or page == self.pages[-1] + 1
+                self.pages.append(page)
+
+    def release(self) -> None:
+        """Gives all pages back to the pool."""
+        pages, self.pages, self._consecutive = self.pages, [], True
+        self._pool.release(pages)
+
+    def slots(self, start: int, stop: int) -> torch.Tensor:
+        """Slots of the tokens `start` to `stop`: int64 [stop - start] on the pool's device."""
+        if not 0 <= start <= stop <= self.capacity:
+            raise ValueError(f"tokens {start} to {stop} are outside of a table that holds {self.capacity}")
+        size = self._pool.page_size
+        first = start // size
+        pages = torch.tensor(self.pages[first : self._pool.pages_for(stop)], dtype=torch.int64)
+        positions = torch.arange(start - first * size, stop - first * size)
+        return (pages[positions // size] * size + positions % size).to(self._pool.device)
+
+    def context(self, stop: int) -> slice | torch.Tensor:
+        """Slots of the first `stop` tokens: a slice when they are consecutive (a view costs nothing), else a tensor."""
+        if self._consecutive and self.pages and stop <= self.capacity:
+            start = self.pages[0] * self._pool.page_size
+            return slice(start, start + stop)
+        return self.slots(0, stop)

@@ -1,0 +1,119 @@
+"""A request: what the caller asks for, what the engine keeps about it, what comes back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cachesvc.engine.errors import RequestError
+from cachesvc.engine.kv import PageTable
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. `temperature` 0 is greedy; then the seed and the cuts have no effect.
+
+    The same seed gives the same tokens, whatever the request is batched with. `stop_token_ids` None means the end-of-
+    sequence tokens of the model; `()` means none. Raises `RequestError` for a value that makes no sense.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep only the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probabilities reach p."""
+    seed: int = 0
+    max_new_tokens: int = 16
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 (keep all) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens is {self.max_new_tokens}; ask for at least 1 token")
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """State of a request after a step. `tokens` are all tokens generated so far, a stop token included."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finished: bool
+    finish_reason: FinishReason | None
+    input_tokens: int
+    hit_tokens: int
+    """Tokens whose KV came out of the cache (loaded, not only promised)."""
+    ttft_s: float | None
+    """Seconds from `add_request` to the first token; None before it."""
+    total_s: float
+    """Seconds from `add_request` to the end, or until now."""
+    preemptions: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One request inside the engine. `tokens` is the prompt followed by what was generated."""
+
+    request_id: str
+    tokens: list[int]
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    table: PageTable
+    traffic_class: str | None = None
+    salt: bytes = b""
+    arrived_at: float = field(default_factory=time.perf_counter)
+
+    num_computed: int = 0
+    """Leading tokens whose KV is in the pool."""
+    cache_pass: Any = None
+    """What `match` returned; kept over a preemption, so that nothing is saved or counted twice."""
+    offered_blocks: int = 0
+    """Leading blocks that came from the cache or were offered to it."""
+    hit_tokens: int = 0
+    preemptions: int = 0
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: FinishReason | None = None
+    input_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.input_tokens = len(self.tokens)
+
+    @property
+    def generated(self) -> Sequence[int]:
+        return self.tokens[self.input_tokens :]
+
+    def append(self, token: int, now: float) -> None:
+        """Adds a sampled token and notes whether it ends the request."""
+        self.tokens.append(token)
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if token in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) - self.input_tokens >= self.params.max_new_tokens:
+            self.finish_reason = "length"
+
+    def output(self) -> RequestOutput:
+        """What the caller may know now."""
+        end = time.perf_counter() if self.finished_at is None else self.finished_at
+        return RequestOutput(
+            request_id=self.request_id,
+            tokens=tuple(self.generated),
+            finished=self.finish_reason is not None,
+            finish_reason=self.finish_reason,
+            input_tokens=self.input_tokens,
+            hit_tokens=self.hit_tokens,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrived_at,
+            total_s=end - self.arrived_at,
+            preemptions=self.preemptions,
+        )

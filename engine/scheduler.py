@@ -1,0 +1,122 @@
+"""Continuous batching: who runs, and how many tokens of each in the next step.
+
+Order of arrival rules everywhere. All running requests are older than all waiting ones, admission never jumps the
+queue, and the youngest is the one that gives its pages back; so the oldest always gets to its end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from cachesvc.engine.errors import RequestError
+from cachesvc.engine.kv import OutOfPagesError, PagePool
+from cachesvc.engine.request import Request
+from cachesvc.keys import BLOCK_TOKENS
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `stop` of a request, to be computed in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step also yields the request's next token."""
+        return self.stop == len(self.request.tokens)
+
+
+class Scheduler:
+    """At most `max_running` requests at a time and `max_batch_tokens` tokens per step."""
+
+    def __init__(self, pool: PagePool, *, max_running: int, max_batch_tokens: int) -> None:
+        if not 0 < max_running <= max_batch_tokens:
+            raise ValueError(
+                f"max_running is {max_running} and max_batch_tokens {max_batch_tokens}; "
+                "every running request needs a token per step"
+            )
+        self._pool = pool
+        self._max_running = max_running
+        self._max_batch_tokens = max_batch_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that are not finished, oldest first."""
+        return [*self._running, *self._waiting]
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `RequestError` for one that could not run even on an empty pool."""
+        # The last token is only handed out: its KV is never computed.
+        longest = len(request.tokens) + request.params.max_new_tokens - 1
+        needed = self._pool.pages_for(longest)
+        if needed > self._pool.num_pages:
+            raise RequestError(
+                f"request {request.request_id!r} needs {needed} pages of {self._pool.page_size} tokens "
+                f"({len(request.tokens)} input tokens and up to {request.params.max_new_tokens} new ones), the pool "
+                f"has {self._pool.num_pages}; shorten it or enlarge the pool"
+            )
+        self._waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request, finished or aborted, and frees its pages."""
+        (self._running if request in self._running else self._waiting).remove(request)
+        request.table.release()
+
+    def make_room(self) -> None:
+        """Gives every running request the page that its next token needs, preempting the youngest where none is left.
+
+        A preempted request goes back to the head of the queue and computes everything again.
+        """
+        for request in list(self._running):
+            while request in self._running:
+                try:
+                    request.table.ensure(len(request.tokens))
+                    break
+                except OutOfPagesError:
+                    self._preempt_youngest()
+
+    def admit(self) -> list[Request]:
+        """Moves waiting requests to the running ones, with pages for all of their known tokens.
+
+        Prompts get all of their pages here, so only decoding can run out later. One page per running request stays
+        free, so that an admission is not undone by the next step.
+        """
+        admitted = []
+        while self._waiting and len(self._running) < self._max_running:
+            request = self._waiting[0]
+            if self._pool.free_pages < self._pool.pages_for(len(request.tokens)) + len(self._running):
+                break
+            request.table.ensure(len(request.tokens))
+            self._running.append(self._waiting.popleft())
+            admitted.append(request)
+        return admitted
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step: first one token for everyone who decodes, then prompts, oldest first.
+
+        A chunk that does not reach the end of its prompt ends at a multiple of 128 tokens where the budget allows it:
+        blocks complete early, and runs with and without a cache hit cut the prompt at the same places.
+        """
+        budget = self._max_batch_tokens
+        chunks = []
+        for request in sorted(self._running, key=lambda r: len(r.tokens) - r.num_computed > 1):
+            start, end = request.num_computed, len(request.tokens)
+            stop = min(end, start + budget)
+            aligned = stop - stop % BLOCK_TOKENS
+            if stop < end and aligned > start:
+                stop = aligned
+            if start < stop:
+                chunks.append(Chunk(request, start, stop))
+                budget -= stop - start
+        return chunks
+
+    def _preempt_youngest(self) -> None:
+        victim = self._running.pop()
+        victim.table.release()
+        victim.num_computed = 0
+        victim.preemptions += 1
+        self._waiting.appendleft(victim)
