@@ -16,6 +16,7 @@ from cachesvc.accounting import Accounting, Row
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, InvalidCall, KeySchemeMismatch, StaleAttachment, WriteRefused
+from cachesvc.index.table import block_id
 from cachesvc.keys import (
     KEY_SCHEME_VERSION,
     canonical_json,
@@ -108,7 +109,7 @@ class Service:
             raise InvalidCall(f"pass_id has {len(request.pass_id)} bytes; it must have 16 or be empty")
         if request.pass_id:
             self._end_pass(request.pass_id)
-        rows, first_miss = self.store.match(attachment.digest, keys, attachment.payload_bytes, traffic_class)
+        rows, first_miss = self.store.catalog.match(attachment.digest, keys, attachment.payload_bytes, traffic_class)
         if request.unreachable_tokens:
             self.accounting.unreachable(traffic_class.name, attachment.model, min(request.unreachable_tokens, 2**40))
         opened = self.accounting.open(
@@ -183,7 +184,7 @@ class Service:
         traffic_class = self._classes.named(request.traffic_class)
         size = attachment.payload_bytes[request.shard]
         accepts = self.store.accepts_writes()
-        present = [self.store.holds(key, request.shard, traffic_class) for key in keys]
+        present = [self.store.catalog.holds(block_id(key, request.shard), traffic_class) for key in keys]
         states = bytearray()
         lease = WriteLease(0.0, attachment, request.shard, size, traffic_class, keys, {})
         with self._lock:
@@ -264,8 +265,7 @@ class Service:
 
     def report(self, request: pb.ReportRequest) -> pb.ReportReply:
         del request
-        census = self.store.census()
-        blocks, segments = self.store.counts()
+        census = self.store.catalog.census()
         with self._lock:
             reply = pb.ReportReply(
                 boot_id=self.boot_id,
@@ -273,8 +273,8 @@ class Service:
                 uptime_seconds=self._clock.monotonic() - self._started,
                 store_bytes=self.store.bytes_used,
                 store_budget_bytes=self.store.budget,
-                segments=segments,
-                blocks=blocks,
+                segments=self.store.segments,
+                blocks=len(self.store.catalog),
                 read_leases=len(self._reads),
                 write_leases=len(self._writes),
                 staged_bytes=self._staged,

@@ -26,12 +26,12 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
+from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, StoreUnusable, WriteRefused
-from cachesvc.ghosts import Ghosts
 from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredSegment
-from cachesvc.index.table import Entry, Table, block_id, split_id
+from cachesvc.index.table import Entry, block_id, split_id
 from cachesvc.limits import MAX_KEPT_SHARE, MAX_OPEN_WRITERS, MAX_READ_BYTES, WRITE_RETRY_SECONDS
 from cachesvc.record import Buffer, RecordHead, open_record
 from cachesvc.rpc.cache_pb2 import MissReason
@@ -70,13 +70,11 @@ class Store:
         self._segment_bytes = max(1, min(segment_bytes, budget // 16))
         self._classes = classes
         self._clock = clock
-        self._lock = threading.Lock()
+        self.catalog = Catalog(clock, self.events)
+        self._lock = self.catalog.lock
         self._writing = threading.Lock()
-        self._table: Table = {}
         self._segments: dict[int, Segment] = {}
         self._writers: OrderedDict[tuple[str, int, str, int], tuple[SegmentWriter, Segment]] = OrderedDict()
-        self._ghosts = Ghosts()
-        self._dirty: set[bytes] = set()
         self._used = 0
         self._index_bytes = 0
         self._next_segment = 1
@@ -92,48 +90,6 @@ class Store:
             raise StoreUnusable(f"store {path}: {error.strerror}; check the directory and its disk") from error
 
     # ---- look-up and read ----------------------------------------------------------------------------------------
-
-    def match(
-        self, namespace: str, keys: Sequence[bytes], payload_bytes: Sequence[int], traffic_class: TrafficClass
-    ) -> tuple[list[tuple[Entry, ...]], MissReason.ValueType]:
-        """The longest stored prefix of `keys`, one entry per shard and block, and why the next block is missing.
-
-        `payload_bytes` are the sizes by shard: a block of another size or namespace is a miss. Refreshes the use time
-        of what it returns, tail first, so that a head is never older than its tail.
-        """
-        found: list[tuple[Entry, ...]] = []
-        reason = MissReason.MISS_REASON_UNSPECIFIED
-        with self._lock:
-            now = self._clock.now()
-            for key in keys:
-                row = []
-                for shard, size in enumerate(payload_bytes):
-                    identity = block_id(key, shard)
-                    entry = self._fresh(identity, now)
-                    if entry is None or (entry.segment.head.namespace, entry.segment.head.payload_bytes) != (
-                        namespace,
-                        size,
-                    ):
-                        reason = self._ghosts.reason(identity)
-                        break
-                    row.append(entry)
-                if len(row) < len(payload_bytes):
-                    break
-                found.append(tuple(row))
-            for index in range(len(found) - 1, -1, -1):
-                for shard, entry in enumerate(found[index]):
-                    self._touch(block_id(keys[index], shard), entry, traffic_class, now)
-        return found, reason
-
-    def holds(self, key: bytes, shard: int, traffic_class: TrafficClass) -> bool:
-        """Whether the block is stored; refreshes its use time."""
-        identity = block_id(key, shard)
-        with self._lock:
-            now = self._clock.now()
-            entry = self._fresh(identity, now)
-            if entry is not None:
-                self._touch(identity, entry, traffic_class, now)
-        return entry is not None
 
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keeps the files of `entries` until `unpin`."""
@@ -200,9 +156,8 @@ class Store:
         """
         with self._writing:
             now = self._clock.now()
-            with self._lock:
-                fresh = [b for b in blocks if self._fresh(block_id(b.key, b.shard), now) is None]
-            entries = [(b.key, b.shard, b.payload, b.checksum, now, now) for b in fresh]
+            missing = self.catalog.missing([block_id(b.key, b.shard) for b in blocks])
+            entries = [(b.key, b.shard, b.payload, b.checksum, now, now) for b in (blocks[i] for i in missing)]
             try:
                 self._append(namespace, payload_bytes, traffic_class, entries, make_room=True)
                 if durable:
@@ -259,58 +214,16 @@ class Store:
     def health(self) -> str:
         return "ok" if self._write_fault is None else f"writes refused: {self._write_fault}"
 
-    def census(self) -> dict[str, tuple[int, int]]:
-        """Blocks and payload bytes by traffic class."""
-        rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        with self._lock:
-            for entry in self._table.values():
-                row = rows[entry.traffic_class.name]
-                row[0] += 1
-                row[1] += entry.segment.head.payload_bytes
-        return {name: (blocks, size) for name, (blocks, size) in rows.items()}
+    @property
+    def segments(self) -> int:
+        return len(self._segments)
 
-    def counts(self) -> tuple[int, int]:
-        """Number of blocks and of segments."""
-        with self._lock:
-            return len(self._table), len(self._segments)
-
-    # ---- inside: table (under `_lock`) ---------------------------------------------------------------------------
-
-    def _fresh(self, identity: bytes, now: float) -> Entry | None:
-        entry = self._table.get(identity)
-        if entry is not None and entry.expires <= now:
-            self._drop(identity, entry, MissReason.EXPIRED)
-            return None
-        return entry
-
-    def _touch(self, identity: bytes, entry: Entry, traffic_class: TrafficClass, now: float) -> None:
-        entry.used = max(entry.used, now)
-        entry.touched = True
-        if traffic_class.ttl > entry.traffic_class.ttl:
-            entry.traffic_class = traffic_class
-        self._dirty.add(identity)
-
-    def _insert(self, identity: bytes, entry: Entry) -> None:
-        old = self._table.get(identity)
-        if old is not None:
-            old.segment.live -= 1
-        self._table[identity] = entry
-        entry.segment.live += 1
-        self._ghosts.forget(identity)
-
-    def _drop(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
-        if self._table.get(identity) is entry:
-            del self._table[identity]
-            entry.segment.live -= 1
-            self._ghosts.remember(identity, reason)
-            self._dirty.add(identity)
-            self.events[f"{MissReason.Name(reason).lower()}_blocks"] += 1
+    # ---- inside -------------------------------------------------------------------------------------------------
 
     def _unreadable(self, item: Wanted, error: BlockUnreadable) -> None:
         log.warning("block is a miss: %s", error)
         if error.corrupt:
-            with self._lock:
-                self._drop(block_id(item.key, item.shard), item.entry, MissReason.CORRUPT)
+            self.catalog.drop(block_id(item.key, item.shard), item.entry, MissReason.CORRUPT)
         else:
             self.events["read_errors"] += 1
 
@@ -350,7 +263,7 @@ class Store:
                 segment.records = len(writer.records)
                 for identity, entry in entries:
                     segment.identities.append(identity)
-                    self._insert(identity, entry)
+                    self.catalog.insert_locked(identity, entry)
                 self.events["written_blocks"] += len(entries)
             self._record(put=entries)
             if writer.size + writer.head.stride > self._segment_bytes:
@@ -401,7 +314,7 @@ class Store:
 
     def _sync_block(self, identity: bytes) -> None:
         """Makes sure that the record of a block is on disk: a sealed segment is, an open one is synced."""
-        entry = self._table.get(identity)
+        entry = self.catalog.where(identity)
         for writer, segment in self._writers.values():
             if entry is not None and segment is entry.segment:
                 if segment.synced < segment.records:
@@ -433,19 +346,18 @@ class Store:
         with self._lock:
             segment.pins += 1
             now = self._clock.now()
-            here = [(i, e) for i, e in self._live(segment) if e.expires > now]
+            here = [(i, e) for i, e in self.catalog.live_locked(segment) if e.expires > now]
         kept = [(i, e) for i, e in here if e.touched][: int(segment.records * kept_share)]
         self._write_again(segment, kept)
         with self._lock:
             segment.pins -= 1
-            for identity, entry in self._live(segment):
-                self._drop(identity, entry, MissReason.EXPIRED if entry.expires <= now else reason)
-            dropped = set(segment.identities) - self._table.keys()
+            for identity, entry in self.catalog.live_locked(segment):
+                self.catalog.drop_locked(identity, entry, MissReason.EXPIRED if entry.expires <= now else reason)
             if segment.pins:
                 return  # matched meanwhile: its blocks are gone from the table, the file goes in a later round
             del self._segments[segment.number]
             self._used -= segment.size
-            self._dirty -= dropped
+            dropped = self.catalog.gone_locked(segment.identities)
         try:
             segment.path.unlink(missing_ok=True)
             segment.path.parent.rmdir()
@@ -453,12 +365,6 @@ class Store:
             pass  # the directory holds other segments, or the disk fails: the next start finds what is left
         self._record(delete=dropped, drop_segment=segment.number)
         self.events["reclaimed_segments"] += 1
-
-    def _live(self, segment: Segment) -> Iterator[tuple[bytes, Entry]]:
-        for number, identity in enumerate(segment.identities):
-            entry = self._table.get(identity)
-            if entry is not None and entry.segment is segment and entry.record == number:
-                yield identity, entry
 
     def _write_again(self, segment: Segment, kept: list[tuple[bytes, Entry]]) -> None:
         batch = max(1, MAX_READ_BYTES // segment.head.stride)
@@ -489,10 +395,7 @@ class Store:
         log.warning("write refused: %s", error)
 
     def _save_touches(self) -> None:
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-            put = [(i, e) for i in dirty if (e := self._table.get(i)) is not None]
-            delete = [i for i in dirty if i not in self._table]
+        put, delete = self.catalog.take_changed()
         if put or delete:
             self._record(put=put, delete=delete)
 
@@ -559,7 +462,7 @@ class Store:
         log.info(
             "store %s: %d blocks in %d segments, %.2f s",
             self.path,
-            len(self._table),
+            len(self.catalog),
             len(self._segments),
             time.monotonic() - started,
         )
@@ -585,7 +488,7 @@ class Store:
                 segment, stored.record, stored.checksum, stored.created, stored.used, traffic_class, stored.touched
             )
             segment.place(identity, stored.record)
-            self._insert(identity, entry)
+            self.catalog.insert_locked(identity, entry)
         if gone:
             self._record(delete=gone)
 
@@ -607,12 +510,12 @@ class Store:
         for record in found.heads:
             identity = block_id(record.key, record.shard)
             segment.place(identity, record.number)
-            old = self._table.get(identity)
+            old = self.catalog.where(identity)
             if old is None or old.used < record.used:
                 entry = Entry(
                     segment, record.number, record.checksum, record.created, record.used, segment.traffic_class
                 )
-                self._insert(identity, entry)
+                self.catalog.insert_locked(identity, entry)
                 put.append((identity, entry))
         self._record(put=put)
         self._record(segment=segment)

@@ -58,7 +58,7 @@ def default_socket_path() -> Path:
     """The daemon's Unix socket when nothing else is configured: ``cachesvc.sock`` in the user's runtime directory."""
     with warnings.catch_warnings():
         # Where there is no runtime directory (no XDG_RUNTIME_DIR) the fallback is what we want, not worth a warning.
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore")
         return Path(platformdirs.user_runtime_dir("cachesvc", appauthor=False)) / "cachesvc.sock"
 
 

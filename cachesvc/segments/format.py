@@ -54,6 +54,10 @@ class SegmentHead:
     def stride(self) -> int:
         return record_bytes(self.payload_bytes)
 
+    def holds(self, namespace: str, payload_bytes: int) -> bool:
+        """Whether its blocks are of this namespace (digest, hex) and size."""
+        return self.payload_bytes == payload_bytes and self.namespace == namespace
+
     def offset(self, number: int) -> int:
         return PAGE + number * self.stride
 

@@ -26,8 +26,6 @@ class Segment:
     records: int
     size: int
     sealed: bool
-    live: int = 0
-    """Records that the index points to."""
     pins: int = 0
     synced: int = 0
     """Records known to be on disk while the segment is open."""
