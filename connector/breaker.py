@@ -5,7 +5,7 @@ state      engine's calls                                  leaves it by
 =========  ==============================================  =========================================
 OPEN       answered at once: no hit                        `probe_started`, once `probe_in` is 0
 HALF_OPEN  answered at once: no hit                        `probe_succeeded` or `probe_failed`
-CLOSED     made                                            N failures in a row, one timeout, `suspend`
+CLOSED     made                                            `failure`: N in a row, one timeout; `suspend`
 =========  ==============================================  =========================================
 
 It starts OPEN and due, since nobody has answered yet. A probe is a call that no engine waits for, so failed ones may be
@@ -40,7 +40,7 @@ class Breaker:
         self._jitter = jitter
         self.state = State.OPEN
         self.openings = 0  # since the start, for statistics
-        self._failures = 0  # in a row, while CLOSED
+        self._failures = 0  # in a row, over suspensions too
         self._recent_openings = 0
         self._failed_probes = 0
         self._pause = 0.0  # of the last opening, seconds
@@ -62,16 +62,21 @@ class Breaker:
             if self._clock() - self._closed_at >= self._pause:
                 self._recent_openings = 0
 
-    def failure(self, *, timed_out: bool = False) -> None:
-        """A real call failed; `timed_out` when an engine had to wait for it in vain. Only CLOSED counts."""
+    def failure(self, *, timed_out: bool = False, lost: bool = False) -> None:
+        """A real call failed; only CLOSED counts. `timed_out`: an engine had to wait for it in vain. `lost`: perhaps
+        nobody is there, so probe at once, which costs no engine anything; in a row they count all the same.
+        """
         if not self.closed:
             return
         self._failures += 1
         if timed_out or self._failures >= self._options.breaker_failures:
+            self._failures = 0
             self._pause = self._delay(self._recent_openings, self._options.breaker_max_s)
             self._recent_openings += 1
             self.openings += 1
             self._open(self._pause)
+        elif lost:
+            self._open(0.0)
 
     def suspend(self) -> None:
         """Opens with a probe due at once, and blames nobody: the daemon was restarted."""
@@ -83,10 +88,10 @@ class Breaker:
             self.state = State.HALF_OPEN
 
     def probe_succeeded(self) -> None:
+        """Closes, unless it was opened while the probe was out: that pause is kept."""
         self._failed_probes = 0
-        if not self.closed:
+        if self.state is State.HALF_OPEN:
             self.state = State.CLOSED
-            self._failures = 0
             self._closed_at = self._clock()
 
     def probe_failed(self, retry_in: float | None = None) -> None:

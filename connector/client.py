@@ -94,7 +94,10 @@ class Client:
             channel.close()
 
     def attach(self, namespace_json: str, payload_bytes: Sequence[int], *, deadline_s: float) -> Attachment:
-        """Waits for the connection up to the deadline. Raises `Rejected` when this client can never be served."""
+        """Waits for both connections, up to the deadline each. Raises `Rejected` when this client can never be served.
+
+        Idempotent, so it is sent over either: afterwards none of the two is waiting for its time to reconnect.
+        """
         request = pb.AttachRequest(
             namespace_json=namespace_json,
             self_test_vector=_self_test_vector(),
@@ -103,7 +106,8 @@ class Client:
             client=f"pid {os.getpid()}, Python {sys.version_info.major}.{sys.version_info.minor}",
         )
         try:
-            reply = self._call("Attach", request, deadline_s, wait_for_ready=True)
+            for stub in self._both_stubs():
+                reply = self._call("Attach", request, deadline_s, stub=stub, wait_for_ready=True)
         except NotAttached as error:  # for Attach the status means that the key schemes differ
             raise Rejected(str(error)) from error
         attachment = Attachment(
@@ -226,27 +230,30 @@ class Client:
     def abort(self, lease_id: bytes, *, deadline_s: float) -> None:
         self._call("Abort", pb.AbortRequest(lease_id=lease_id), deadline_s)
 
-    def _call(self, name: str, request: Any, deadline_s: float, *, wait_for_ready: bool = False) -> Any:
+    def _call(self, name: str, request: Any, deadline_s: float, **how: Any) -> Any:
         try:
-            return self._start(name, request, deadline_s, wait_for_ready=wait_for_ready)
+            return self._start(name, request, deadline_s, **how)
         except grpc.RpcError as error:
             raise from_rpc_error(error, name) from error
 
-    def _start(self, name: str, request: Any, deadline_s: float, *, wait_for_ready: bool = False) -> Any:
-        method = getattr(self._stub(bulk=name in ("Get", "Put")), name)
+    def _start(
+        self, name: str, request: Any, deadline_s: float, *, stub: CacheStub | None = None, wait_for_ready: bool = False
+    ) -> Any:
+        method = getattr(stub or self._both_stubs()[name in ("Get", "Put")], name)
         try:
             return method(request, timeout=max(0.001, deadline_s), wait_for_ready=wait_for_ready)
         except ValueError as error:  # gRPC's answer on a channel that another thread has just closed
             raise Unreachable(f"{name}: {error}") from error
 
-    def _stub(self, *, bulk: bool) -> CacheStub:
+    def _both_stubs(self) -> list[CacheStub]:
+        """For control, for payloads."""
         with self._lock:
             if self._closed:
                 raise Unreachable("this client is closed")
             if not self._channels:
                 self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
                 self._stubs = [CacheStub(channel) for channel in self._channels]
-            return self._stubs[bulk]
+            return self._stubs
 
 
 def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_bytes: int) -> Iterator[pb.PutRequest]:

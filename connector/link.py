@@ -10,14 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from cachesvc.connector.breaker import Breaker
 from cachesvc.connector.client import Attachment, Client
-from cachesvc.connector.errors import CacheError, NotAttached, Rejected, TimedOut
+from cachesvc.connector.errors import CacheError, NotAttached, Rejected, TimedOut, Unreachable
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.stats import Counters
 
 logger = logging.getLogger("cachesvc.connector")
+
+R = TypeVar("R")
 
 
 class Link:
@@ -58,15 +61,26 @@ class Link:
         """The attachment to use now, or None: then there is no cache for the moment. Never waits for the network."""
         return self._attachment if self._breaker.closed else None
 
-    def renew(self, stale: Attachment, timeout_s: float) -> Attachment | None:
-        """For background threads: another attachment than `stale`, waiting for it up to `timeout_s`."""
-        with self._changed:
-            if self._attachment is stale:
-                self._attachment = None
-                self._breaker.suspend()
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or self.current() is not None, timeout_s)
-            return self.current()
+    def use(self, call: Callable[[Attachment], R], *, renew_s: float, engine_waited: bool) -> R:
+        """For background threads: what `call` returns. Raises `CacheError`.
+
+        If the daemon turns out to have been restarted, waits up to `renew_s` for another attachment and calls once
+        more. What happens is told to the breaker.
+        """
+        attachment = self.current()
+        if attachment is None:
+            raise CacheError("there is no cache for the moment")
+        try:
+            try:
+                result = call(attachment)
+            except NotAttached:
+                attachment = self._renew(attachment, renew_s)
+                result = call(attachment)
+        except CacheError as error:
+            self.failure(attachment, error, engine_waited=engine_waited)
+            raise
+        self.success()
+        return result
 
     def check(self, timeout_s: float) -> bool:
         """Asks the daemon now; True as soon as it has answered, False when it has not within `timeout_s`."""
@@ -84,13 +98,17 @@ class Link:
         with self._changed:
             self._breaker.success()
 
-    def failure(self, error: CacheError, *, engine_waited: bool) -> None:
+    def failure(self, attachment: Attachment, error: CacheError, *, engine_waited: bool) -> None:
         """A call failed. One that an engine waited for in vain opens the breaker alone; some errors blame nobody."""
         with self._changed:
+            if attachment.boot_id != self._boot_id:
+                return  # it says nothing about the daemon that runs now
             if isinstance(error, NotAttached):
-                self._breaker.suspend()
+                self._drop(attachment)
             if error.blame:
-                self._breaker.failure(timed_out=engine_waited and isinstance(error, TimedOut))
+                self._breaker.failure(
+                    timed_out=engine_waited and isinstance(error, TimedOut), lost=isinstance(error, Unreachable)
+                )
             lost = error.blame and not self._breaker.closed
             self._changed.notify_all()
         if lost:
@@ -144,6 +162,23 @@ class Link:
             self._changed.notify_all()
         if news:
             logger.info("attached to the cache daemon at %s", self._client.address)
+
+    def _renew(self, stale: Attachment, timeout_s: float) -> Attachment:
+        """The attachment after `stale`. Raises `CacheError` when none comes in time."""
+        with self._changed:
+            self._drop(stale)
+            self._changed.wait_for(lambda: self._closed or self.current() is not None, timeout_s)
+            attachment = self.current()
+        if attachment is None:
+            raise CacheError("the daemon was restarted and does not answer yet")
+        return attachment
+
+    def _drop(self, stale: Attachment) -> None:
+        """Has another one made at once. The lock is held."""
+        if self._attachment == stale:
+            self._attachment = None
+            self._breaker.suspend()
+            self._changed.notify_all()
 
     def _complain(self, kind: str, text: str) -> None:
         """Each kind once until the daemon has answered again, so that a dead one does not fill the log."""

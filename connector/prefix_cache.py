@@ -259,37 +259,34 @@ class PrefixCache(BasePrefixCache):
     def _ask(self, p: Pass) -> Answer:
         if not p.hash(wait=True):
             return Answer(reason="failed")
+        missed = self._take_unreachable_tokens()
+        try:
+            return self._link.use(
+                partial(self._match, p, missed), renew_s=p.deadline - time.monotonic(), engine_waited=True
+            )
+        except CacheError:
+            self._add_unreachable_tokens(missed)
+            return self._not_asked(p)
+
+    def _match(self, p: Pass, unreachable_tokens: int, attachment: Attachment) -> Answer:
         block_tokens = self.namespace.block_tokens
-        attachment = self._link.current()
-        for attempt in (1, 2):
-            remaining = p.deadline - time.monotonic()
-            if attachment is None or remaining <= 0:
-                break
-            keys = p.keys[: min((p.prompt_tokens - 1) // block_tokens, attachment.max_keys)]
-            missed = self._take_unreachable_tokens()
-            try:
-                match = self._client.match(
-                    attachment,
-                    keys,
-                    traffic_class=self._class_of(p, attachment),
-                    input_tokens=p.prompt_tokens,
-                    local_tokens=p.local_tokens,
-                    min_blocks=max(self.options.min_hit_blocks, p.local_tokens // block_tokens + 1),
-                    lease_s=self.options.read_lease_s,
-                    pass_id=p.id,
-                    unreachable_tokens=missed,
-                    deadline_s=remaining,
-                )
-            except CacheError as error:
-                self._add_unreachable_tokens(missed)
-                if isinstance(error, NotAttached) and attempt == 1:
-                    attachment = self._link.renew(attachment, p.deadline - time.monotonic())
-                    continue
-                self._link.failure(error, engine_waited=True)
-                break
-            self._link.success()
-            return self._found(p, attachment, keys, match)
-        return self._not_asked(p)
+        keys = p.keys[: min((p.prompt_tokens - 1) // block_tokens, attachment.max_keys)]
+        remaining = p.deadline - time.monotonic()
+        if remaining <= 0:
+            raise CacheError("the pass has waited too long to be asked for")
+        match = self._client.match(
+            attachment,
+            keys,
+            traffic_class=self._class_of(p, attachment),
+            input_tokens=p.prompt_tokens,
+            local_tokens=p.local_tokens,
+            min_blocks=max(self.options.min_hit_blocks, p.local_tokens // block_tokens + 1),
+            lease_s=self.options.read_lease_s,
+            pass_id=p.id,
+            unreachable_tokens=unreachable_tokens,
+            deadline_s=remaining,
+        )
+        return self._found(p, attachment, keys, match)
 
     def _found(self, p: Pass, attachment: Attachment, keys: list[bytes], match: Match) -> Answer:
         self._known.add(keys[: match.blocks])
@@ -351,7 +348,7 @@ class PrefixCache(BasePrefixCache):
             return
         slow = isinstance(error, TimedOut) and blocks > 0 and reader.idle_s < self.options.load_stall_s
         if not slow:
-            self._link.failure(error, engine_waited=True)
+            self._link.failure(lease.attachment, error, engine_waited=True)
         if not slow and not isinstance(error, NotAttached | LeaseLost):
             self._failed.add(p.keys[loaded])
             self._known.discard(p.keys[loaded:end])
@@ -369,7 +366,7 @@ class PrefixCache(BasePrefixCache):
                 lease.attachment, lease.id, loaded_blocks, not_loaded, deadline_s=self.options.control_deadline_s
             )
         except CacheError as error:
-            self._link.failure(error, engine_waited=False)
+            self._link.failure(lease.attachment, error, engine_waited=False)
 
     def _class_of(self, p: Pass, attachment: Attachment) -> str:
         """The traffic class of a pass, if the daemon has it, else the engine's own, else the daemon's first."""

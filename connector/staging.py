@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Attachment, Client
-from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached
+from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
@@ -122,22 +123,18 @@ class Saver:
         stored: list[bytes] = []
         counts: Counter[str] = Counter()
         try:
-            attachment = self._link.current()
-            if attachment is not None:
-                try:
-                    self._store(attachment, batch, stored, counts)
-                except NotAttached:
-                    renewed = self._link.renew(attachment, self._options.control_deadline_s)
-                    if renewed is not None:
-                        self._store(renewed, batch, stored, counts)
-                self._link.success()
+            self._link.use(
+                partial(self._store, batch, stored, counts),
+                renew_s=self._options.control_deadline_s,
+                engine_waited=False,
+            )
         except CacheError as error:
-            self._link.failure(error, engine_waited=False)
+            logger.debug("%d blocks are not saved: %s", len(batch.keys), error)
         finally:
             counts["failed_blocks"] = len(batch.keys) - sum(counts.values())
             self._done(batch, stored, **counts, save_seconds=time.monotonic() - started)
 
-    def _store(self, attachment: Attachment, batch: Batch, stored: list[bytes], counts: Counter[str]) -> None:
+    def _store(self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment) -> None:
         """Reserve, Put what was granted, Commit. Fills in the keys that are stored, and what became of all others."""
         stored.clear()
         counts.clear()
@@ -153,8 +150,8 @@ class Saver:
         states = reservation.states
         stored.extend(key for key, state in zip(batch.keys, states, strict=True) if state == pb.PRESENT)
         counts.update(present_blocks=len(stored), busy_blocks=states.count(pb.BUSY))
-        self._refused(states.count(pb.REFUSED), counts)
         granted = [index for index, state in enumerate(states) if state == pb.GRANTED]
+        self._refused(states.count(pb.REFUSED), counts, pause=not granted)
         if not granted:
             return
         slots = self._slots
@@ -178,13 +175,14 @@ class Saver:
         stored.extend(done)
         self._failed.discard(done)
         counts.update(stored_blocks=len(done))
-        self._refused(outcome.count(pb.WRITE_REFUSED), counts)
+        self._refused(outcome.count(pb.WRITE_REFUSED), counts, pause=not done)
         if pb.CHECKSUM_MISMATCH in outcome or pb.INCOMPLETE in outcome:
-            self._link.failure(BadAnswer(f"Commit: states {outcome.hex()}"), engine_waited=False)
+            self._link.failure(attachment, BadAnswer(f"Commit: states {outcome.hex()}"), engine_waited=False)
 
-    def _refused(self, blocks: int, counts: Counter[str]) -> None:
-        if blocks:
-            counts.update(refused_blocks=blocks)
+    def _refused(self, blocks: int, counts: Counter[str], *, pause: bool) -> None:
+        """Counts them; when nothing at all was taken, gathering more at once would be in vain."""
+        counts.update(refused_blocks=blocks)
+        if blocks and pause:
             self._paused_until = time.monotonic() + self._options.saves_refused_pause_s
 
     def _abort(self, lease_id: bytes) -> None:

@@ -39,7 +39,7 @@ def parse_address(text: str) -> Address:
     if text.startswith("unix:"):
         name = text.removeprefix("unix:")
         name = name.removeprefix("//") if name.startswith("///") else name
-        if not name.startswith("/"):
+        if not name.startswith("/") or name.startswith("//"):
             raise ValueError(f"address {text!r} needs an absolute path, such as unix:/run/cachesvc.sock")
         if len(os.fsencode(name)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"socket path {name!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; use a shorter one")

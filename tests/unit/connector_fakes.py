@@ -156,7 +156,7 @@ class FakeDaemon(rpc.CacheServicer):
             return [(r.loaded_blocks, r.not_loaded) for r in self.requests.get("Release", [])]
 
     def _enter(self, call: str, request: Any, context: grpc.ServicerContext) -> None:
-        assert context.time_remaining() is not None and context.time_remaining() < 1000, f"{call} has no deadline"
+        assert context.time_remaining() is not None and context.time_remaining() < 1e6, f"{call} has no deadline"
         with self.lock:
             self.requests.setdefault(call, []).append(request)
         if call in self.before:
