@@ -114,9 +114,7 @@ def _convert(source: Path, target: Path, console: Console) -> None:
             import torch
             from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         except ImportError as error:
-            raise CheckpointError(
-                f"the conversion needs {error.name}; run: pip install 'cachesvc[demo]'"
-            ) from error
+            raise CheckpointError(f"the conversion needs {error.name}; run: pip install 'cachesvc[demo]'") from error
         try:
             stage("reading and de-quantising the weights")
             model = AutoModelForCausalLM.from_pretrained(

@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, with prefixes taken from a cache and given to it.
 
-What an engine has to do to use `cachesvc` is all in `_begin`, `_save` and `_end`.
+What an engine has to do to use `cachesvc` is all in `_match`, `_load`, `_save` and `_end`, and one `extend`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Final
 
 import torch
 
-from cachesvc.engine.cache import BlockCache
+from cachesvc.connector.base import BasePrefixCache
+from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.llama import LlamaModel
@@ -21,6 +23,9 @@ from cachesvc.engine.runner import Runner
 from cachesvc.engine.scheduler import Scheduler
 from cachesvc.kernels import kernels_for
 from cachesvc.keys import BLOCK_TOKENS
+
+_IDLE_WAIT_S: Final = 0.05
+"""How long an idle step waits for the cache before it returns to the caller."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Engine:
     The engine keeps no prefix of its own: all reuse comes from `cache`. Several engines can share one model.
     """
 
-    def __init__(self, model: LlamaModel, cache: BlockCache, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: LlamaModel, cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
         self._model = model
         self._cache = cache
@@ -95,8 +100,9 @@ class Engine:
         limit = self._model.config.max_position_embeddings
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
-        if not 0 <= min(tokens) <= max(tokens) < self._model.config.vocab_size:
-            raise RequestError(f"token ids must lie in [0, {self._model.config.vocab_size}); got {max(tokens)}")
+        wrong = next((token for token in tokens if not 0 <= token < self._model.config.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token ids must lie in [0, {self._model.config.vocab_size}); got {wrong}")
         if len(tokens) + params.max_new_tokens > limit:
             raise RequestError(
                 f"{len(tokens)} input tokens and {params.max_new_tokens} new ones exceed the model's context of {limit}"
@@ -123,9 +129,14 @@ class Engine:
         """Runs one batch. Returns the state of every request that got a token in it."""
         self._scheduler.make_room()
         for request in self._scheduler.admit():
-            self._begin(request)
+            self._match(request)
+        for request in self._scheduler.asking:
+            self._load(request)
         chunks = self._scheduler.plan()
         if not chunks:
+            # Everyone waits for the cache, which answers or gives up within its own deadline.
+            for request in self._scheduler.asking[:1]:
+                self._cache.wait(_pass(request), _IDLE_WAIT_S)
             return []
         sampled = self._runner.run(chunks)
         now = time.perf_counter()
@@ -134,7 +145,7 @@ class Engine:
             if chunk.request.request_id in sampled:
                 token = sampled[chunk.request.request_id]
                 chunk.request.append(token, now)
-                self._cache.extend(chunk.request.cache_pass, [token])
+                self._cache.extend(_pass(chunk.request), [token])
         # Saving comes after the tokens are known, so that it delays nobody's first one.
         outputs = []
         for chunk in chunks:
@@ -177,35 +188,48 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    def _begin(self, request: Request) -> None:
-        """Asks the cache for the longest stored prefix and loads it into the request's pages."""
+    def _match(self, request: Request) -> None:
+        """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""
         if request.cache_pass is not None:
-            return  # Preempted before: it is counted, and what it computed is saved; it computes everything again.
+            return  # Preempted before: it is counted, and what it computed is saved. It computes everything again.
         request.cache_pass = self._cache.match(request.tokens, traffic_class=request.traffic_class, salt=request.salt)
-        hit = request.cache_pass.hit_tokens
-        if not hit:
+        request.asking = True
+
+    def _load(self, request: Request) -> None:
+        """Loads what the cache has found, once it has answered, into the request's pages."""
+        found = _pass(request)
+        if not self._cache.poll(found):
+            return
+        request.asking = False
+        if not found.hit_tokens:
             return
 
         def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
             self._kernels.scatter(payloads, self._pool.kv, self._block_slots(request, first_block, len(payloads)))
 
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
-        loaded = self._cache.load(request.cache_pass, scatter)
-        if loaded % BLOCK_TOKENS or not 0 <= loaded <= hit or hit >= len(request.tokens):
-            raise AssertionError(f"the cache loaded {loaded} of {hit} tokens of a prompt of {len(request.tokens)}")
+        loaded = self._cache.load(found, scatter)
+        if loaded % BLOCK_TOKENS or not 0 <= loaded <= found.hit_tokens < len(request.tokens):
+            raise AssertionError(
+                f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
+            )
         request.hit_tokens = request.num_computed = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
 
     def _save(self, request: Request) -> None:
-        """Offers the blocks that the last step completed, those of the answer like those of the prompt."""
-        if request.num_computed // BLOCK_TOKENS <= request.offered_blocks:
+        """Offers the blocks that the last step completed, those of the answer like those of the prompt.
+
+        Once more at the end, for blocks that the save queue had no room for before.
+        """
+        blocks = request.num_computed // BLOCK_TOKENS
+        if blocks <= request.offered_blocks and request.finish_reason is None:
             return
 
         def gather(first_block: int, payloads: Sequence[memoryview]) -> None:
             self._kernels.gather(self._pool.kv, self._block_slots(request, first_block, len(payloads)), payloads)
 
-        self._cache.save(request.cache_pass, request.num_computed, gather)
-        request.offered_blocks = request.num_computed // BLOCK_TOKENS
+        self._cache.save(_pass(request), request.num_computed, gather)
+        request.offered_blocks = max(request.offered_blocks, blocks)
 
     def _end(self, request: Request) -> None:
         """Frees what a finished or aborted request holds, here and in the cache."""
@@ -217,3 +241,10 @@ class Engine:
 
     def _block_slots(self, request: Request, first_block: int, count: int) -> torch.Tensor:
         return request.table.slots(first_block * BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS)
+
+
+def _pass(request: Request) -> Pass:
+    """The pass of a request that has been admitted."""
+    if request.cache_pass is None:
+        raise AssertionError(f"request {request.request_id!r} runs without having asked the cache")
+    return request.cache_pass

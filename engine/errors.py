@@ -1,9 +1,9 @@
 """What the engine refuses, as one small tree.
 
-    EngineError
-    ├── CheckpointError     a model directory that cannot be used
-    ├── RequestError        a request that can never run (also a ValueError)
-    └── DemoError           the demonstration cannot go on
+EngineError
+├── CheckpointError     a model directory that cannot be used
+├── RequestError        a request that can never run (also a ValueError)
+└── DemoError           the demonstration cannot go on
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PageTable
 
@@ -75,8 +76,10 @@ class Request:
 
     num_computed: int = 0
     """Leading tokens whose KV is in the pool."""
-    cache_pass: Any = None
-    """What `match` returned; kept over a preemption, so that nothing is saved or counted twice."""
+    cache_pass: Pass | None = None
+    """Kept over a preemption, so that nothing is saved or counted twice."""
+    asking: bool = False
+    """Whether the cache's answer is still to come: until then the request is not scheduled."""
     offered_blocks: int = 0
     """Leading blocks that came from the cache or were offered to it."""
     hit_tokens: int = 0

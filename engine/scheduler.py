@@ -44,6 +44,11 @@ class Scheduler:
         self._running: list[Request] = []
 
     @property
+    def asking(self) -> list[Request]:
+        """Running requests that wait for the cache's answer, oldest first."""
+        return [request for request in self._running if request.asking]
+
+    @property
     def requests(self) -> list[Request]:
         """All requests that are not finished, oldest first."""
         return [*self._running, *self._waiting]
@@ -98,12 +103,15 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """The chunks of the next step: first one token for everyone who decodes, then prompts, oldest first.
 
+        Requests that wait for the cache's answer are left out.
+
         A chunk that does not reach the end of its prompt ends at a multiple of 128 tokens where the budget allows it:
         blocks complete early, and runs with and without a cache hit cut the prompt at the same places.
         """
         budget = self._max_batch_tokens
         chunks = []
-        for request in sorted(self._running, key=lambda r: len(r.tokens) - r.num_computed > 1):
+        ready = [request for request in self._running if not request.asking]
+        for request in sorted(ready, key=lambda r: len(r.tokens) - r.num_computed > 1):
             start, end = request.num_computed, len(request.tokens)
             stop = min(end, start + budget)
             aligned = stop - stop % BLOCK_TOKENS

@@ -27,9 +27,7 @@ class BlockKernels(Protocol):
     Both raise `ValueError`, before anything is written, when the sizes do not fit each other.
     """
 
-    def scatter(
-        self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor
-    ) -> None:
+    def scatter(self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         """Copies the payloads (may be read-only) into the pool. They are no longer needed once this returns."""
         ...
 

@@ -20,9 +20,7 @@ with warnings.catch_warnings():
 class TorchBlockKernels:
     """`BlockKernels` by ``index_copy_`` and ``index_select``."""
 
-    def scatter(
-        self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor
-    ) -> None:
+    def scatter(self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         blocks = _as_tensors(payloads, kv, slots, writable=False)
         if not blocks:
             return

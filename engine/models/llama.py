@@ -74,9 +74,7 @@ class LlamaModel:
         self._inv_freq = _inverse_frequencies(config).to(self.device)
 
     @classmethod
-    def load(
-        cls, path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> LlamaModel:
+    def load(cls, path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaModel:
         """Loads a checkpoint directory (config.json and safetensors). Raises `CheckpointError` if it does not fit."""
         config = LlamaConfig.from_dir(path)
         tensors = {name: tensor.to(device) for name, tensor in read_tensors(path, dtype)}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
+from cachesvc.connector.passes import Pass
+from cachesvc.connector.stats import CacheStats
 from cachesvc.engine.cache import block_layout
 from cachesvc.engine.models.config import LlamaConfig
-from cachesvc.keys import BLOCK_TOKENS, Namespace, PrefixHasher
-
-Copy = Callable[[int, Sequence[memoryview]], None]
+from cachesvc.keys import BLOCK_TOKENS, Namespace, PrefixHasher, Tokens
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -87,101 +87,108 @@ def random_tokens(count: int, seed: int, vocab: int = 190) -> list[int]:
     return [int(token) for token in torch.randint(0, vocab, (count,), generator=generator)]
 
 
-@dataclass
-class FakePass:
-    tokens: list[int]
-    hasher: PrefixHasher
-    hit_tokens: int
-    saved_blocks: int
-    finished: bool = False
-
-
-@dataclass
-class FakeCache:
-    """Keeps payloads in a dictionary and checks that the engine keeps to the rules of `PrefixCache`.
+class FakeCache(BasePrefixCache):
+    """Keeps payloads in a dictionary and checks that the engine keeps to the rules of `BasePrefixCache`.
 
     `loadable` limits how many of the hit tokens a load delivers (None: all); `per_call` is how many blocks go into one
-    call of scatter or gather.
+    call of scatter or gather; `polls_needed` is how often a pass is asked for before it is settled.
     """
 
-    config: LlamaConfig
-    dtype: torch.dtype = torch.float32
-    loadable: int | None = None
-    per_call: int = 2
-    blocks: dict[bytes, bytes] = field(default_factory=dict)
-    passes: list[FakePass] = field(default_factory=list)
-    saves: list[bytes] = field(default_factory=list)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        blocks: dict[bytes, bytes] | None = None,
+        per_call: int = 2,
+    ) -> None:
+        self.payload_bytes = block_layout(config, dtype).payload_bytes
+        self.per_call = per_call
+        self.loadable: int | None = None
+        self.polls_needed = 1
+        self.blocks = {} if blocks is None else blocks
+        self.passes: list[Pass] = []
+        self.saves: list[bytes] = []
+        self.waits = 0
+        self._polls: dict[bytes, int] = {}
+        self._namespace = Namespace("tiny", "0", str(dtype))
 
-    def __post_init__(self) -> None:
-        self.payload_bytes = block_layout(self.config, self.dtype).payload_bytes
-        self._namespace = Namespace("tiny", "0", str(self.dtype))
+    def begin(
+        self,
+        tokens: Tokens,
+        *,
+        traffic_class: str | None = None,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        extra: Mapping[int, bytes] | None = None,
+        local_tokens: int = 0,
+    ) -> Pass:
+        p = Pass(tokens, PrefixHasher(self._namespace, salt=salt, adapter=adapter, extra=extra))
+        assert p.hash(wait=True)
+        self.passes.append(p)
+        return p
 
-    def match(
-        self, tokens: Sequence[int], *, traffic_class: str | None = None, salt: bytes = b"", adapter: bytes = b""
-    ) -> FakePass:
-        hasher = PrefixHasher(self._namespace, salt=salt, adapter=adapter)
-        hasher.extend(tokens)
-        hit = 0
-        while hit < (len(tokens) - 1) // BLOCK_TOKENS and hasher.keys[hit] in self.blocks:
-            hit += 1
-        self.passes.append(FakePass(list(tokens), hasher, hit * BLOCK_TOKENS, hit))
-        return self.passes[-1]
+    def poll(self, p: Pass) -> bool:
+        self._polls[p.id] = self._polls.get(p.id, 0) + 1
+        if self._polls[p.id] < self.polls_needed:
+            return False
+        if p.pending:
+            p.pending = False
+            hit = 0
+            while hit < (p.prompt_tokens - 1) // BLOCK_TOKENS and p.keys[hit] in self.blocks:
+                hit += 1
+            p.hit_tokens = hit * BLOCK_TOKENS
+            p.next_save = hit
+        return True
 
-    def load(self, p: FakePass, scatter: Copy) -> int:
+    def wait(self, p: Pass, timeout_s: float) -> bool:
+        self.waits += 1
+        return self.poll(p)
+
+    def load(self, p: Pass, scatter: Scatter) -> int:
         assert not p.finished
+        assert not p.pending
         limit = p.hit_tokens if self.loadable is None else min(self.loadable, p.hit_tokens)
         count = limit // BLOCK_TOKENS
         for first in range(0, count, self.per_call):
-            keys = p.hasher.keys[first : min(first + self.per_call, count)]
+            keys = p.keys[first : min(first + self.per_call, count)]
             scatter(first, [memoryview(self.blocks[key]) for key in keys])
         return count * BLOCK_TOKENS
 
-    def extend(self, p: FakePass, tokens: Sequence[int]) -> None:
+    def extend(self, p: Pass, tokens: Tokens) -> None:
         assert not p.finished
-        p.tokens += tokens
-        p.hasher.extend(tokens)
+        p.add(tokens)
+        assert p.hash(wait=True)
 
-    def save(self, p: FakePass, computed_tokens: int, gather: Copy) -> int:
+    def save(self, p: Pass, computed_tokens: int, gather: Gather) -> int:
         assert not p.finished
-        assert computed_tokens <= len(p.tokens)
         stop = computed_tokens // BLOCK_TOKENS
+        assert stop <= len(p.keys)
         offered = 0
-        for first in range(p.saved_blocks, stop, self.per_call):
-            keys = p.hasher.keys[first : min(first + self.per_call, stop)]
+        for first in range(p.next_save, stop, self.per_call):
+            keys = p.keys[first : min(first + self.per_call, stop)]
             buffers = [bytearray(b"\xff" * self.payload_bytes) for _ in keys]
             gather(first, [memoryview(buffer) for buffer in buffers])
             for key, buffer in zip(keys, buffers, strict=True):
                 self.saves.append(key)
                 self.blocks[key] = bytes(buffer)
             offered += len(keys)
-        p.saved_blocks = max(p.saved_blocks, stop)
+        p.next_save = max(p.next_save, stop)
         return offered
 
-    def finish(self, p: FakePass) -> None:
+    def finish(self, p: Pass) -> None:
         assert not p.finished, "a pass was finished twice"
         p.finished = True
 
+    def flush(self, timeout_s: float) -> bool:
+        return True
 
-class NoCache:
-    """The cache switched off."""
+    def ready(self, timeout_s: float) -> bool:
+        return True
 
-    @dataclass
-    class Pass:
-        hit_tokens: int = 0
-
-    def match(
-        self, tokens: Sequence[int], *, traffic_class: str | None = None, salt: bytes = b"", adapter: bytes = b""
-    ) -> Pass:
-        return self.Pass()
-
-    def load(self, p: Pass, scatter: Copy) -> int:
-        return 0
-
-    def extend(self, p: Pass, tokens: Sequence[int]) -> None:
+    def close(self) -> None:
         pass
 
-    def save(self, p: Pass, computed_tokens: int, gather: Copy) -> int:
-        return 0
-
-    def finish(self, p: Pass) -> None:
-        pass
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats()
