@@ -1,0 +1,216 @@
+"""The demonstration: one agent conversation on a real model, with the cache off, cold, warm and after a restart.
+
+Every turn gets a new engine with an empty KV pool, so all reuse comes from the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+
+from cachesvc.connector.base import BasePrefixCache, Scatter
+from cachesvc.connector.options import CacheOptions
+from cachesvc.connector.passes import Pass
+from cachesvc.connector.prefix_cache import NullPrefixCache, PrefixCache
+from cachesvc.engine.cache import block_layout, cache_namespace
+from cachesvc.engine.convert import ensure_model
+from cachesvc.engine.daemon_process import DaemonProcess
+from cachesvc.engine.demo_report import DemoResult, KillResult, TurnResult
+from cachesvc.engine.engine import Engine, EngineConfig
+from cachesvc.engine.errors import DemoError
+from cachesvc.engine.models.llama import LlamaModel
+from cachesvc.engine.request import SamplingParams
+from cachesvc.engine.tokenizer import ChatTokenizer, Conversation, Message
+from cachesvc.engine.transcript import load_transcript
+from cachesvc.keys import Namespace
+
+_READY_TIMEOUT_S: Final = 30.0
+_FLUSH_TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What can be chosen. `store` None means a temporary directory that is removed at the end."""
+
+    turns: int | None = None
+    max_new_tokens: int = 24
+    page_size: int = 16
+    store: Path | None = None
+    kill_at_turn: int | None = None
+
+
+class Demo:
+    """Loads the model once and plays the conversation as often as asked; says on `console` what happens."""
+
+    def __init__(self, settings: DemoSettings, console: Console) -> None:
+        transcript = load_transcript()
+        count = len(transcript.turns) if settings.turns is None else settings.turns
+        if not 1 <= count <= len(transcript.turns):
+            raise DemoError(f"--turns is {count}; the conversation has 1 to {len(transcript.turns)}")
+        if settings.kill_at_turn is not None and not 1 <= settings.kill_at_turn <= count:
+            raise DemoError(f"--kill-at-turn is {settings.kill_at_turn}; this run has the turns 1 to {count}")
+        if settings.page_size < 1 or settings.max_new_tokens < 1:
+            raise DemoError("--page-size and --max-new-tokens must be at least 1")
+        if settings.store is not None and settings.store.exists() and any(settings.store.iterdir()):
+            raise DemoError(f"--store {settings.store} is not empty; the cold round must start with an empty store")
+        self._settings = settings
+        self._console = console
+        self._name = transcript.name
+        self._turns = transcript.turns[:count]
+        self._threads = _use_all_cores()
+
+        path = ensure_model(console)
+        with console.status(f"Loading {path.name}"):
+            self._model = LlamaModel.load(path)
+            self._tokenizer = ChatTokenizer(path)
+            self._namespace: Namespace = cache_namespace(path, self._model.config, self._model.dtype)
+        self._payload_bytes = block_layout(self._model.config, self._model.dtype).payload_bytes
+
+    def run(self) -> DemoResult:
+        """All rounds. Raises `DemoError` when the daemon does not come up or does not stop as it should."""
+        settings = self._settings
+        with tempfile.TemporaryDirectory(prefix="cachesvc-demo-") as scratch:
+            daemon = DaemonProcess(settings.store or Path(scratch) / "store", Path(scratch))
+            try:
+                off = self._play("off", NullPrefixCache())
+                with self._daemon_cache(daemon) as cache:
+                    cold = self._play("cold", cache)
+                    warm = self._play("warm", cache)
+                daemon.stop()
+                self._console.print("The daemon was stopped; it starts again on the same store.")
+                with self._daemon_cache(daemon) as cache:
+                    restart = self._play("restart", cache)
+                killed = None
+                if settings.kill_at_turn is not None:
+                    killed = self._play_killed(daemon, settings.kill_at_turn)
+            finally:
+                daemon.close()
+        return DemoResult(
+            model=self._namespace.model,
+            conversation=self._name,
+            settings={
+                "dtype": self._namespace.dtype,
+                "threads": self._threads,
+                "page_size": settings.page_size,
+                "max_new_tokens": settings.max_new_tokens,
+                "block_bytes": self._payload_bytes,
+            },
+            off=off,
+            cold=cold,
+            warm=warm,
+            restart=restart,
+            killed=killed,
+        )
+
+    def _play(
+        self, label: str, cache: BasePrefixCache, before_turn: Callable[[int], None] = lambda turn: None
+    ) -> list[TurnResult]:
+        """One round: the whole conversation from its beginning, each turn resending everything before it."""
+        conversation = Conversation(self._tokenizer)
+        results = []
+        for number, messages in enumerate(self._turns, start=1):
+            before_turn(number)
+            result = self._turn(conversation.ask(messages), cache)
+            conversation.answer(result.tokens)
+            results.append(result)
+            self._say(label, number, messages, result)
+        return results
+
+    def _turn(self, prompt: Sequence[int], cache: BasePrefixCache) -> TurnResult:
+        """One turn on a new engine. What it saves is stored before the next one asks; that time is not counted."""
+        settings = self._settings
+        pages = -(-(len(prompt) + settings.max_new_tokens) // settings.page_size)
+        config = EngineConfig(num_pages=pages, page_size=settings.page_size, max_running=1)
+        with Engine(self._model, cache, config) as engine:
+            (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=settings.max_new_tokens))
+        if not cache.flush(_FLUSH_TIMEOUT_S):
+            self._console.print("[yellow]The blocks of this turn are not all stored yet; the next may hit less.[/]")
+        if output.ttft_s is None:
+            raise AssertionError("a finished request has no first token")
+        return TurnResult(output.input_tokens, output.hit_tokens, output.ttft_s, output.total_s, output.tokens)
+
+    def _play_killed(self, daemon: DaemonProcess, turn: int) -> KillResult:
+        """A round on the full store; the daemon dies while `turn` loads its prefix, and does not come back."""
+        options = CacheOptions()
+        cache = _KillsItsDaemon(self._namespace, self._payload_bytes, daemon)
+        try:
+            self._wait_for(daemon, cache)
+            results = self._play("killed", cache, lambda number: cache.arm(number == turn))
+        finally:
+            cache.close()
+        if daemon.running:
+            raise DemoError(f"turn {turn} loaded nothing from the cache, so the daemon was not killed; choose another")
+        return KillResult(turn, results, options.match_deadline_s + options.load_deadline_s)
+
+    @contextmanager
+    def _daemon_cache(self, daemon: DaemonProcess) -> Iterator[PrefixCache]:
+        """A started daemon, and a connector of ours that has reached it."""
+        daemon.start()
+        cache = PrefixCache(self._namespace, self._payload_bytes, address=daemon.address)
+        try:
+            self._wait_for(daemon, cache)
+            yield cache
+        finally:
+            cache.close()
+
+    def _wait_for(self, daemon: DaemonProcess, cache: PrefixCache) -> None:
+        for _ in range(int(_READY_TIMEOUT_S)):
+            if not daemon.running:
+                raise DemoError(f"the daemon did not start: {daemon.last_words()}")
+            if cache.ready(1.0):
+                return
+        raise DemoError(f"the daemon did not answer within {_READY_TIMEOUT_S:.0f} s: {daemon.last_words()}")
+
+    def _say(self, label: str, number: int, messages: Sequence[Message], result: TurnResult) -> None:
+        self._console.print(
+            f"{label:<8} turn {number:2}/{len(self._turns)}  {result.input_tokens:6,} tokens in, "
+            f"{result.hit_tokens:6,} from the cache, first token after {result.ttft_s:6.2f} s",
+            highlight=False,
+        )
+        if label == "off":
+            question = next(message["content"] for message in messages if message["role"] == "user")
+            for who, text in (("user", question), ("model", self._tokenizer.decode(result.tokens))):
+                line = " ".join(text.split())
+                self._console.print(
+                    f"  {who + ':':<7}{line}",
+                    style="dim",
+                    markup=False,
+                    highlight=False,
+                    no_wrap=True,
+                    overflow="ellipsis",
+                )
+
+
+class _KillsItsDaemon(PrefixCache):
+    """A connector whose daemon gets SIGKILL as soon as the first payloads of an armed load have arrived."""
+
+    def __init__(self, namespace: Namespace, payload_bytes: int, daemon: DaemonProcess) -> None:
+        super().__init__(namespace, payload_bytes, address=daemon.address)
+        self._daemon = daemon
+        self._armed = False
+
+    def arm(self, armed: bool) -> None:
+        self._armed = armed
+
+    def load(self, p: Pass, scatter: Scatter) -> int:
+        def scatter_then_kill(first_block: int, payloads: Sequence[memoryview]) -> None:
+            scatter(first_block, payloads)
+            if self._daemon.running:
+                self._daemon.kill()
+
+        return super().load(p, scatter_then_kill if self._armed else scatter)
+
+
+def _use_all_cores() -> int:
+    """Makes torch use every core that this process may run on; returns how many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(cores)
+    return cores
