@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from cachesvc.connector.errors import BadAnswer, NotAttached, Rejected, Unreachable, from_rpc_error
-from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES
+from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.address import Address
@@ -59,7 +59,6 @@ class Attachment:
 class Match:
     blocks: int
     lease_id: bytes  # empty when nothing is leased
-    first_miss: pb.MissReason.ValueType
 
 
 class Replies(Protocol):
@@ -76,10 +75,12 @@ class Reservation:
 
 
 class Client:
-    """Calls of one daemon, from any thread. Every method blocks at most its `deadline_s` and raises `CacheError`."""
+    """Calls of one daemon, from any thread. Each has a deadline of the options, and raises `CacheError`."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, options: CacheOptions, shard: int = 0) -> None:
         self.address = address
+        self._options = options
+        self._shard = shard
         self._lock = threading.Lock()
         self._channels: list[grpc.Channel] = []
         self._stubs: list[CacheStub] = []
@@ -93,7 +94,7 @@ class Client:
         for channel in channels:
             channel.close()
 
-    def attach(self, namespace_json: str, payload_bytes: Sequence[int], *, deadline_s: float) -> Attachment:
+    def attach(self, namespace_json: str, payload_bytes: Sequence[int]) -> Attachment:
         """Waits for both connections, up to the deadline each. Raises `Rejected` when this client can never be served.
 
         Idempotent, so it is sent over either: afterwards none of the two is waiting for its time to reconnect.
@@ -107,7 +108,7 @@ class Client:
         )
         try:
             for stub in self._both_stubs():
-                reply = self._call("Attach", request, deadline_s, stub=stub, wait_for_ready=True)
+                reply = self._call("Attach", request, self._options.control_deadline_s, stub=stub, wait_for_ready=True)
         except NotAttached as error:  # for Attach the status means that the key schemes differ
             raise Rejected(str(error)) from error
         attachment = Attachment(
@@ -136,11 +137,11 @@ class Client:
         input_tokens: int,
         local_tokens: int,
         min_blocks: int,
-        lease_s: float,
         pass_id: bytes,
         unreachable_tokens: int,
         deadline_s: float,
     ) -> Match:
+        """Waits no longer than `deadline_s`, the rest of what the pass has."""
         request = pb.MatchRequest(
             attachment=attachment.id,
             keys=pack_keys(keys),
@@ -148,93 +149,73 @@ class Client:
             input_tokens=input_tokens,
             local_tokens=local_tokens,
             min_blocks=min_blocks,
-            lease_ms=attachment.lease_ms(lease_s),
+            lease_ms=attachment.lease_ms(self._options.read_lease_s),
             pass_id=pass_id,
             unreachable_tokens=unreachable_tokens,
         )
-        reply = self._call("Match", request, deadline_s)
-        _check_boot("Match", reply.boot_id, attachment)
+        reply = self._call("Match", request, deadline_s, attachment)
         if reply.matched_blocks > len(keys):
             raise BadAnswer(f"Match: {reply.matched_blocks} blocks matched of {len(keys)} asked")
-        return Match(reply.matched_blocks, reply.lease_id, reply.first_miss)
+        return Match(reply.matched_blocks, reply.lease_id)
 
-    def get(self, lease_id: bytes, *, first: int, count: int, shard: int, deadline_s: float) -> Replies:
+    def get(self, lease_id: bytes, *, first: int, count: int) -> Replies:
         """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
-        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=shard)
-        replies: Replies = self._start("Get", request, deadline_s)
+        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
+        replies: Replies = self._start("Get", request, self._options.load_deadline_s)
         return replies
 
     def release(
-        self,
-        attachment: Attachment,
-        lease_id: bytes,
-        loaded_blocks: int,
-        not_loaded: pb.MissReason.ValueType,
-        *,
-        deadline_s: float,
+        self, attachment: Attachment, lease_id: bytes, loaded_blocks: int, not_loaded: pb.MissReason.ValueType
     ) -> None:
         request = pb.ReleaseRequest(lease_id=lease_id, loaded_blocks=loaded_blocks, not_loaded=not_loaded)
-        _check_boot("Release", self._call("Release", request, deadline_s).boot_id, attachment)
+        self._call("Release", request, self._options.control_deadline_s, attachment)
 
-    def reserve(
-        self,
-        attachment: Attachment,
-        keys: Sequence[bytes],
-        *,
-        shard: int,
-        traffic_class: str,
-        lease_s: float,
-        deadline_s: float,
-    ) -> Reservation:
+    def reserve(self, attachment: Attachment, keys: Sequence[bytes], traffic_class: str) -> Reservation:
         request = pb.ReserveRequest(
             attachment=attachment.id,
             keys=pack_keys(keys),
-            shard=shard,
+            shard=self._shard,
             traffic_class=traffic_class,
-            lease_ms=attachment.lease_ms(lease_s),
+            lease_ms=attachment.lease_ms(self._options.write_lease_s),
         )
-        reply = self._call("Reserve", request, deadline_s)
-        _check_boot("Reserve", reply.boot_id, attachment)
+        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment)
         if len(reply.states) != len(keys) or (pb.GRANTED in reply.states and len(reply.lease_id) != LEASE_BYTES):
             raise BadAnswer(f"Reserve: {len(reply.states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
         return Reservation(reply.states, reply.lease_id)
 
-    def put(
-        self, attachment: Attachment, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], *, deadline_s: float
-    ) -> None:
+    def put(self, attachment: Attachment, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]]) -> None:
         """Sends (index, payload) pairs in chunks."""
-        reply = self._call("Put", _chunks(lease_id, payloads, attachment.max_chunk_bytes), deadline_s)
-        _check_boot("Put", reply.boot_id, attachment)
+        chunks = _chunks(lease_id, payloads, attachment.max_chunk_bytes)
+        reply = self._call("Put", chunks, self._options.save_deadline_s, attachment)
         sent = sum(payload.nbytes for _, payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
 
     def commit(
-        self,
-        attachment: Attachment,
-        lease_id: bytes,
-        indices: Sequence[int],
-        checksums: Sequence[int],
-        *,
-        durable: bool,
-        deadline_s: float,
+        self, attachment: Attachment, lease_id: bytes, indices: Sequence[int], checksums: Sequence[int]
     ) -> bytes:
         """One pb.CommitState per index."""
-        request = pb.CommitRequest(lease_id=lease_id, indices=indices, checksums=checksums, durable=durable)
-        reply = self._call("Commit", request, deadline_s)
-        _check_boot("Commit", reply.boot_id, attachment)
+        request = pb.CommitRequest(
+            lease_id=lease_id, indices=indices, checksums=checksums, durable=self._options.durable
+        )
+        reply = self._call("Commit", request, self._options.save_deadline_s, attachment)
         if len(reply.states) != len(indices):
             raise BadAnswer(f"Commit: {len(reply.states)} states for {len(indices)} blocks")
         return bytes(reply.states)
 
-    def abort(self, lease_id: bytes, *, deadline_s: float) -> None:
-        self._call("Abort", pb.AbortRequest(lease_id=lease_id), deadline_s)
+    def abort(self, lease_id: bytes) -> None:
+        self._call("Abort", pb.AbortRequest(lease_id=lease_id), self._options.control_deadline_s)
 
-    def _call(self, name: str, request: Any, deadline_s: float, **how: Any) -> Any:
+    def _call(
+        self, name: str, request: Any, deadline_s: float, attachment: Attachment | None = None, **how: Any
+    ) -> Any:
         try:
-            return self._start(name, request, deadline_s, **how)
+            reply = self._start(name, request, deadline_s, **how)
         except grpc.RpcError as error:
             raise from_rpc_error(error, name) from error
+        if attachment is not None and reply.boot_id != attachment.boot_id:
+            raise NotAttached(f"{name}: boot {reply.boot_id.hex()} answers, attached to {attachment.boot_id.hex()}")
+        return reply
 
     def _start(
         self, name: str, request: Any, deadline_s: float, *, stub: CacheStub | None = None, wait_for_ready: bool = False
@@ -262,8 +243,3 @@ def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_b
             data = bytes(payload[offset : offset + chunk_bytes])
             yield pb.PutRequest(lease_id=lease_id, index=index, offset=offset, data=data)
             lease_id = b""  # the contract wants it in the first message only
-
-
-def _check_boot(call: str, boot_id: bytes, attachment: Attachment) -> None:
-    if boot_id != attachment.boot_id:
-        raise NotAttached(f"{call}: boot {boot_id.hex()} of the daemon, attached to {attachment.boot_id.hex()}")

@@ -137,9 +137,7 @@ class Link:
 
     def _attach(self) -> None:
         try:
-            attachment = self._client.attach(
-                self._namespace_json, self._payload_bytes, deadline_s=self._options.control_deadline_s
-            )
+            attachment = self._client.attach(self._namespace_json, self._payload_bytes)
         except CacheError as error:
             refused = isinstance(error, Rejected)
             with self._changed:

@@ -61,7 +61,6 @@ class PrefixCache(BasePrefixCache):
         self.options = options
         self.match_budget_s = options.match_budget_s
         self._traffic_class = traffic_class
-        self._shard = shard
         self._pid = os.getpid()
         self._closed = False
         self._counters = Counters()
@@ -72,7 +71,7 @@ class PrefixCache(BasePrefixCache):
         self._unreachable_tokens = 0  # of prompts for which no daemon could be asked, until one can be told
         self._unknown_classes: set[str] = set()
         self._lookups = Workers("cachesvc-lookup", threads=options.lookup_threads, limit=options.max_lookups)
-        self._client = Client(client_address(address))
+        self._client = Client(client_address(address), options, shard)
         self._link = Link(
             self._client,
             namespace.canonical_json(),
@@ -81,16 +80,7 @@ class PrefixCache(BasePrefixCache):
             self._counters,
             on_boot=self._forget,
         )
-        self._saver = Saver(
-            self._client,
-            self._link,
-            self._known,
-            self._failed,
-            self._counters,
-            options,
-            payload_bytes=payload_bytes,
-            shard=shard,
-        )
+        self._saver = Saver(self._client, self._link, self._known, self._failed, self._counters, options, payload_bytes)
 
     # The engine's side
 
@@ -122,7 +112,7 @@ class PrefixCache(BasePrefixCache):
 
     def poll(self, p: Pass) -> bool:
         if p.pending:
-            answer = p.take_answer()
+            answer = p.take_answer() if self._pid == os.getpid() else Answer(reason="unreachable")
             if answer is None:
                 return False
             self._deliver(p, answer)
@@ -174,24 +164,32 @@ class PrefixCache(BasePrefixCache):
             return 0
         goal = min(computed_tokens // self.namespace.block_tokens, len(p.keys))
         p.save_goal = max(p.save_goal, goal)
-        p.save_stopped_by = "" if self._link.current() else "no daemon"
+        p.next_save = max(p.next_save, p.loaded_tokens // self.namespace.block_tokens)
+        attachment = self._link.current()
+        p.save_stopped_by = "" if attachment else "no daemon"
         queued = 0
-        block = max(p.next_save, p.loaded_tokens // self.namespace.block_tokens)
-        while block < goal and not p.save_stopped_by:
-            if p.keys[block] in self._known:
-                block += 1
+        while p.next_save < goal and attachment is not None:
+            first = p.next_save
+            end = next((i for i in range(first, goal) if p.keys[i] in self._known), goal)
+            if first == end:  # it is stored already
+                p.next_save += 1
                 continue
-            end = next((i for i in range(block + 1, goal) if p.keys[i] in self._known), goal)
-            taken = self._saver.take(p.keys[block:end], p.traffic_class, partial(gather, block))
-            if taken < end - block:
-                p.save_stopped_by = "full"
-            block += taken
+            taken = self._saver.take(
+                p.keys[first:end],
+                partial(gather, first),
+                traffic_class=self._class_of(p, attachment),
+                max_keys=attachment.max_keys,
+            )
+            p.next_save += taken
             queued += taken
-            p.next_save = block  # already here: a `gather` that raises later must not have these queued again
-        p.next_save = block
+            if taken < end - first:
+                p.save_stopped_by = "full"
+                break
         return queued
 
     def finish(self, p: Pass) -> None:
+        if self._pid != os.getpid():
+            return
         with p.lock:
             if p.finished:
                 return
@@ -281,7 +279,6 @@ class PrefixCache(BasePrefixCache):
             input_tokens=p.prompt_tokens,
             local_tokens=p.local_tokens,
             min_blocks=max(self.options.min_hit_blocks, p.local_tokens // block_tokens + 1),
-            lease_s=self.options.read_lease_s,
             pass_id=p.id,
             unreachable_tokens=unreachable_tokens,
             deadline_s=remaining,
@@ -324,9 +321,7 @@ class PrefixCache(BasePrefixCache):
         attachment = self._link.current()
         if attachment is None or attachment.boot_id != lease.attachment.boot_id:
             raise NotAttached("Get: the lease is of a daemon that is gone")
-        return self._client.get(
-            lease.id, first=first, count=count, shard=self._shard, deadline_s=self.options.load_deadline_s
-        )
+        return self._client.get(lease.id, first=first, count=count)
 
     def _end_load(self, p: Pass, lease: Lease, reader: BlockReader, first: int, loaded: int, end: int) -> None:
         """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back."""
@@ -346,13 +341,13 @@ class PrefixCache(BasePrefixCache):
         if error is None or p.finished:  # the engine's own doing
             self._release(lease, loaded, pb.BYPASSED)
             return
-        slow = isinstance(error, TimedOut) and blocks > 0 and reader.idle_s < self.options.load_stall_s
-        if not slow:
-            self._link.failure(lease.attachment, error, engine_waited=True)
-        if not slow and not isinstance(error, NotAttached | LeaseLost):
+        self._release(lease, loaded, error.miss)  # first: afterwards there may be no cache for a while
+        if isinstance(error, TimedOut) and blocks > 0 and reader.idle_s < self.options.load_stall_s:
+            return  # slow but steady
+        self._link.failure(lease.attachment, error, engine_waited=True)
+        if not isinstance(error, NotAttached | LeaseLost):
             self._failed.add(p.keys[loaded])
             self._known.discard(p.keys[loaded:end])
-        self._release(lease, loaded, error.miss)
 
     def _release(self, lease: Lease, loaded_blocks: int, not_loaded: pb.MissReason.ValueType) -> None:
         """In the background. A lease that cannot be released ends by itself."""
@@ -362,9 +357,7 @@ class PrefixCache(BasePrefixCache):
 
     def _send_release(self, lease: Lease, loaded_blocks: int, not_loaded: pb.MissReason.ValueType) -> None:
         try:
-            self._client.release(
-                lease.attachment, lease.id, loaded_blocks, not_loaded, deadline_s=self.options.control_deadline_s
-            )
+            self._client.release(lease.attachment, lease.id, loaded_blocks, not_loaded)
         except CacheError as error:
             self._link.failure(lease.attachment, error, engine_waited=False)
 

@@ -51,9 +51,7 @@ class Saver:
         failed: FailedKeys,
         counters: Counters,
         options: CacheOptions,
-        *,
         payload_bytes: int,
-        shard: int,
     ) -> None:
         self._client = client
         self._link = link
@@ -62,7 +60,6 @@ class Saver:
         self._counters = counters
         self._options = options
         self._payload_bytes = payload_bytes
-        self._shard = shard
         self._batch_blocks = max(1, options.save_batch_bytes // payload_bytes)
         self._slots: Slots | None = None
         self._making = threading.Lock()
@@ -73,10 +70,17 @@ class Saver:
     def queued_bytes(self) -> int:
         return self._slots.used_bytes if self._slots else 0
 
-    def take(self, keys: Sequence[bytes], traffic_class: str, fill: Callable[[Sequence[memoryview]], None]) -> int:
+    def take(
+        self,
+        keys: Sequence[bytes],
+        fill: Callable[[Sequence[memoryview]], None],
+        *,
+        traffic_class: str,
+        max_keys: int,
+    ) -> int:
         """Queues a first part of `keys`, for whose buffers `fill` is called, and returns how many; 0 when full.
 
-        What `fill` raises goes to the caller, and nothing is queued then.
+        One call of the daemon takes `max_keys`. What `fill` raises goes to the caller, and nothing is queued then.
         """
         slots = self._buffers()
         if slots is None or time.monotonic() < self._paused_until:
@@ -90,8 +94,9 @@ class Saver:
             slots.give(taken)
             raise
         self._known.add(keys[: len(taken)])
-        for start in range(0, len(taken), self._batch_blocks):
-            end = start + self._batch_blocks
+        step = min(self._batch_blocks, max_keys)
+        for start in range(0, len(taken), step):
+            end = start + step
             self._queue(Batch(keys[start : min(end, len(taken))], taken[start:end], traffic_class))
         self._counters.add(queued_blocks=len(taken))
         return len(taken)
@@ -138,15 +143,7 @@ class Saver:
         """Reserve, Put what was granted, Commit. Fills in the keys that are stored, and what became of all others."""
         stored.clear()
         counts.clear()
-        deadline_s = self._options.save_deadline_s
-        reservation = self._client.reserve(
-            attachment,
-            batch.keys,
-            shard=self._shard,
-            traffic_class=batch.traffic_class,
-            lease_s=self._options.write_lease_s,
-            deadline_s=deadline_s,
-        )
+        reservation = self._client.reserve(attachment, batch.keys, batch.traffic_class)
         states = reservation.states
         stored.extend(key for key, state in zip(batch.keys, states, strict=True) if state == pb.PRESENT)
         counts.update(present_blocks=len(stored), busy_blocks=states.count(pb.BUSY))
@@ -159,15 +156,8 @@ class Saver:
         payloads = [(index, slots.view(batch.slots[index])) for index in granted]
         checksums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
         try:
-            self._client.put(attachment, reservation.lease_id, payloads, deadline_s=deadline_s)
-            outcome = self._client.commit(
-                attachment,
-                reservation.lease_id,
-                granted,
-                checksums,
-                durable=self._options.durable,
-                deadline_s=deadline_s,
-            )
+            self._client.put(attachment, reservation.lease_id, payloads)
+            outcome = self._client.commit(attachment, reservation.lease_id, granted, checksums)
         except CacheError:
             self._abort(reservation.lease_id)
             raise
@@ -187,7 +177,7 @@ class Saver:
 
     def _abort(self, lease_id: bytes) -> None:
         try:
-            self._client.abort(lease_id, deadline_s=self._options.control_deadline_s)
+            self._client.abort(lease_id)
         except CacheError:
             logger.debug("the write lease is left to end by itself", exc_info=True)
 

@@ -218,9 +218,16 @@ def test_stats_add_up(cache: PrefixCache) -> None:
 
 
 def test_an_unknown_traffic_class_falls_back(cache: PrefixCache, daemon: FakeDaemon) -> None:
-    cache.match(range(300), traffic_class="chat")
-    cache.match(range(300), traffic_class="from a request")
-    assert [r.traffic_class for r in daemon.requests["Match"]] == ["chat", "agent"]
+    for name in ("chat", "from a request"):
+        p = cache.match(range(len(name) * 300), traffic_class=name)
+        cache.save(p, 300, Engine(range(300)).gather)
+        cache.finish(p)
+        daemon.blocks.clear()
+        cache._known.clear()
+    assert cache.flush(10)
+    for call in ("Match", "Reserve"):
+        assert [r.traffic_class for r in daemon.requests[call]] == ["chat", "agent"]
+    assert cache.stats.failed_blocks == 0
 
 
 def test_many_threads_share_one_cache(cache: PrefixCache, daemon: FakeDaemon) -> None:
@@ -290,10 +297,10 @@ def test_importing_and_constructing_make_no_channel(tmp_path: Path) -> None:
         "import grpc, sys\n"
         "def no(*a, **k): raise AssertionError('a channel')\n"
         "grpc.insecure_channel = no\n"
-        "from cachesvc.connector.prefix_cache import PrefixCache\n"
+        "from cachesvc.connector.prefix_cache import CacheOptions, PrefixCache\n"
         "from cachesvc.connector.client import Client\n"
         "from cachesvc.rpc.address import parse_address\n"
-        "Client(parse_address('unix:/tmp/none.sock'))\n"
+        "Client(parse_address('unix:/tmp/none.sock'), CacheOptions())\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'numba', 'llvmlite', 'pickle5')]\n"
         "own = [m for m in sys.modules if m.startswith('cachesvc.')\n"
         "       and m.split('.')[1] not in ('connector', 'rpc', 'keys', 'kernels')]\n"

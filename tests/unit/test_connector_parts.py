@@ -141,7 +141,8 @@ class ScriptedDaemon:
     def failure(self, attachment: Attachment, error: CacheError, *, engine_waited: bool) -> None:
         self.failures += 1
 
-    def reserve(self, attachment: Attachment, keys: list[bytes], **_: Any) -> Reservation:
+    def reserve(self, attachment: Attachment, keys: list[bytes], traffic_class: str) -> Reservation:
+        assert len(keys) <= 3
         outcome = self.script.pop(0)
         if outcome == "reserve fails":
             raise Unreachable("reserve")
@@ -150,17 +151,17 @@ class ScriptedDaemon:
         self.states = bytes(states)
         return Reservation(self.states, b"l" * 16)
 
-    def put(self, attachment: Attachment, lease_id: bytes, payloads: list[Any], **_: Any) -> None:
+    def put(self, attachment: Attachment, lease_id: bytes, payloads: list[Any]) -> None:
         assert [index for index, _ in payloads] == [i for i, s in enumerate(self.states) if s == pb.GRANTED]
         if self.later == "put fails":
             raise Unreachable("put")
 
-    def commit(self, attachment: Attachment, lease_id: bytes, indices: list[int], sums: list[int], **_: Any) -> bytes:
+    def commit(self, attachment: Attachment, lease_id: bytes, indices: list[int], sums: list[int]) -> bytes:
         if self.later == "commit fails":
             raise Unreachable("commit")
         return bytes([pb.INCOMPLETE if self.later == "lost" else pb.STORED] * len(indices))
 
-    def abort(self, lease_id: bytes, **_: Any) -> None:
+    def abort(self, lease_id: bytes) -> None:
         raise Unreachable("abort")
 
 
@@ -185,7 +186,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     daemon: Any = ScriptedDaemon(script)
     counters, known = Counters(), KnownKeys(1000)
     failed = FailedKeys(10, 60.0, lambda: 0.0)
-    saver = Saver(daemon, daemon, known, failed, counters, options, payload_bytes=size, shard=0)
+    saver = Saver(daemon, daemon, known, failed, counters, options, size)
     filled, queued = 0, 0
     for number, wish in enumerate(wishes):
         keys = [bytes([number, i]) * 8 for i in range(wish)]
@@ -197,7 +198,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
                 assert buffer.nbytes == size
                 buffer[:] = bytes(size)
 
-        taken = saver.take(keys, "agent", fill)
+        taken = saver.take(keys, fill, traffic_class="agent", max_keys=3)
         assert 0 <= taken <= min(wish, slots)
         queued += taken
         assert saver.queued_bytes <= options.save_queue_bytes
