@@ -1,0 +1,50 @@
+"""What runs inside an engine: prefix hashing, look-ups, loads, background saves, and the ways to do without a daemon.
+
+An engine needs `PrefixCache` (and `NullPrefixCache` for "cache off"), used as `BasePrefixCache` describes::
+
+    cache = PrefixCache(namespace, layout.payload_bytes)     # neither waits for a daemon nor needs one
+    p = cache.match(tokens)                                  # p.hit_tokens; at most 20 ms
+    loaded = cache.load(p, scatter)                          # verified payloads into your pages
+    ...                                                      # compute tokens[loaded:]
+    cache.save(p, computed_tokens, gather)                   # copied now, stored in the background
+    cache.extend(p, decoded)                                 # the next turn resends the answer: save its blocks too
+    cache.finish(p)
+
+============  =====================================================================================
+base          the interface
+prefix_cache  its two implementations: look up, load, save, finish
+passes        one pass over a prompt: tokens, keys, answer, lease
+link          attached or not; the only thread that connects
+breaker       when to leave a daemon alone and when to try it again
+client        the wire, thinly; errors: what can go wrong on it
+loading       chunks of a Get into verified blocks
+staging       the save queue and its thread
+memory        keys known as stored, blocks that failed
+buffers       page-aligned payload buffers
+workers       background threads with a bounded queue
+options       every limit; stats: every number
+layout        what a payload holds, byte for byte
+============  =====================================================================================
+
+Importing this makes no connection, no thread and no gRPC channel.
+"""
+
+from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
+from cachesvc.connector.layout import BlockLayout, KVGroup
+from cachesvc.connector.options import CacheOptions
+from cachesvc.connector.passes import Pass
+from cachesvc.connector.prefix_cache import NullPrefixCache, PrefixCache
+from cachesvc.connector.stats import CacheStats
+
+__all__ = [
+    "BasePrefixCache",
+    "BlockLayout",
+    "CacheOptions",
+    "CacheStats",
+    "Gather",
+    "KVGroup",
+    "NullPrefixCache",
+    "Pass",
+    "PrefixCache",
+    "Scatter",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -107,6 +108,18 @@ def test_a_conversation_is_accounted_to_the_token(daemon: Daemon, make_cache: Ma
     assert row.input_tokens == 2 * sum(map(len, turns)) == sum(row.hit_tokens.values()) + sum(row.miss_tokens.values())
     assert sum(row.hit_tokens.values()) == sum(hits)
     assert row.passes == 8 and row.traffic_class == "agent"
+
+
+def test_over_tcp(make_daemon: Callable[..., Daemon], namespace: Namespace) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    make_daemon("--listen", address).start()
+    cache = PrefixCache(namespace, SIZE, address=address, options=OPTIONS)
+    assert cache.ready(BOUND)
+    run(cache)
+    assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
+    cache.close()
 
 
 def test_absent_at_the_start_then_it_appears(make_daemon: Callable[..., Daemon], make_cache: Make) -> None:
