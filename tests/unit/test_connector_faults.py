@@ -16,6 +16,7 @@ import grpc
 import pytest
 from connector_fakes import NAMESPACE, PAYLOAD_BYTES, QUICK, Engine, FakeDaemon, eventually, run
 
+from cachesvc.connector.errors import TimedOut
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.prefix_cache import PrefixCache
 from cachesvc.keys import BLOCK_TOKENS, chain_keys
@@ -215,21 +216,43 @@ def test_a_slow_but_steady_load_is_not_held_against_the_daemon(
     assert cache.match(PROMPT).hit_tokens == p.hit_tokens
 
 
+def test_a_load_that_brings_no_block_in_time_is_a_failure_even_if_bytes_trickle(
+    make_cache: Callable[..., PrefixCache], daemon: FakeDaemon
+) -> None:
+    cache = make_cache(load_deadline_s=0.4, load_stall_s=5.0)
+    assert cache.ready(10)
+    run(cache, PROMPT)
+
+    def stream(replies: list[pb.GetReply]) -> Iterator[pb.GetReply]:
+        for reply in replies:
+            yield reply
+            time.sleep(0.3)
+
+    daemon.get_stream = stream
+    assert run(cache, PROMPT)[0].loaded_tokens == 0
+    assert cache.stats.breaker_openings == 1
+    eventually(lambda: closed(cache))
+    assert cache.match(PROMPT).hit_tokens == 0
+    eventually(lambda: daemon.released[-1:] == [(0, pb.LOAD_ERROR)])  # matched, but not offered again
+
+
 def test_finish_from_another_thread_ends_a_load(cache: PrefixCache, daemon: FakeDaemon) -> None:
     run(cache, PROMPT)
-    daemon.get_stream = lambda replies: (daemon.hang() if r.index == 2 else None or r for r in replies)
-    waiting = threading.Event()
+    sent = threading.Event()
+
+    def stream(replies: list[pb.GetReply]) -> Iterator[pb.GetReply]:
+        yield from (r for r in replies if r.index < 2)
+        sent.set()
+        daemon.hang()
+
+    daemon.get_stream = stream
     engine = Engine(PROMPT)
     p = cache.match(PROMPT)
 
-    def load() -> None:
-        waiting.set()
-        cache.load(p, engine.scatter)
-
-    thread = threading.Thread(target=load)
+    thread = threading.Thread(target=cache.load, args=(p, engine.scatter))
     thread.start()
-    waiting.wait(BOUND)
-    eventually(lambda: daemon.count("Get") == 1)
+    assert sent.wait(BOUND)
+    time.sleep(0.2)  # two good blocks are there by now, and wait for their batch to fill
     cache.finish(p)
     thread.join(BOUND)
     assert not thread.is_alive() and not engine.loaded
@@ -409,6 +432,50 @@ def test_a_daemon_that_appears_within_a_pass_gets_its_blocks(tmp_path: Path) -> 
     daemon.stop()
 
 
+def test_tokens_that_could_not_be_asked_for_are_told_once(cache: PrefixCache, daemon: FakeDaemon) -> None:
+    for _ in range(2):
+        daemon.before["Match"] = daemon.fail(grpc.StatusCode.INVALID_ARGUMENT)
+        cache.match(PROMPT)
+        cache.match(PROMPT[:300])
+        daemon.before.clear()
+        cache.match(PROMPT)
+    told = [r.unreachable_tokens for r in daemon.requests["Match"]]
+    assert told == 2 * [0, len(PROMPT), len(PROMPT) + 300]
+
+
+def test_both_connections_are_proven_at_attach(daemon: FakeDaemon, make_cache: Callable[..., PrefixCache]) -> None:
+    cache = make_cache()
+    eventually(lambda: closed(cache))
+    assert daemon.count("Attach") == 2
+
+
+def test_another_boot_id_in_any_reply_is_a_restart(cache: PrefixCache, daemon: FakeDaemon) -> None:
+    run(cache, PROMPT)
+    daemon.boot_id = os.urandom(16)  # the attachment is still good, as it could be by chance
+    assert run(cache, PROMPT)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
+    assert cache.stats.boot_changes == 1
+
+
+def test_what_was_known_of_another_boot_is_forgotten(cache: PrefixCache, daemon: FakeDaemon) -> None:
+    run(cache, PROMPT)
+    daemon.get_stream = LIES["wrong checksum"]
+    run(cache, PROMPT)
+    daemon.get_stream = lambda replies: replies
+    assert cache.match(PROMPT).hit_tokens == 3 * BLOCK_TOKENS and len(cache._known) == BLOCKS
+    daemon.restart()
+    assert cache.ready(BOUND) and len(cache._known) == 0
+    assert cache.match(PROMPT).hit_tokens == BLOCKS * BLOCK_TOKENS
+
+
+def test_a_failure_of_an_earlier_boot_is_not_held_against_this_one(cache: PrefixCache, daemon: FakeDaemon) -> None:
+    before = cache._link.current()
+    assert before is not None
+    daemon.restart()
+    assert cache.ready(BOUND)
+    cache._link.failure(before, TimedOut("of before"), engine_waited=True)
+    assert closed(cache) and cache.stats.breaker_openings == 0
+
+
 def test_after_a_restart_the_next_match_hits(cache: PrefixCache, daemon: FakeDaemon) -> None:
     run(cache, PROMPT)
     for number in (1, 2):
@@ -550,6 +617,16 @@ def test_a_daemon_without_room_is_not_bothered_for_a_while(
     assert closed(cache)
 
 
+def test_a_daemon_with_some_room_is_asked_again(make_cache: Callable[..., PrefixCache], daemon: FakeDaemon) -> None:
+    cache = make_cache(saves_refused_pause_s=3600.0)
+    assert cache.ready(10)
+    keys = chain_keys(NAMESPACE, PROMPT)
+    daemon.reserve_states = {keys[4]: pb.REFUSED, keys[5]: pb.REFUSED}.get
+    run(cache, PROMPT)
+    daemon.reserve_states = lambda key: None
+    assert run(cache, PROMPT)[1].gathered == [4, 5] and len(daemon.blocks) == BLOCKS
+
+
 @pytest.mark.parametrize(
     ("call", "fields"),
     [
@@ -560,7 +637,12 @@ def test_a_daemon_without_room_is_not_bothered_for_a_while(
     ],
 )
 def test_replies_to_a_save_that_contradict_the_contract(
-    cache: PrefixCache, daemon: FakeDaemon, call: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    cache: PrefixCache,
+    daemon: FakeDaemon,
+    call: str,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     truth = getattr(FakeDaemon, call)
 
@@ -576,6 +658,7 @@ def test_replies_to_a_save_that_contradict_the_contract(
     assert cache.ready(BOUND)
     run(cache, PROMPT)
     assert cache.stats.failed_blocks == BLOCKS and cache.stats.queued_bytes == 0
+    assert "background job" not in caplog.text
 
 
 def test_a_hanging_daemon_fills_the_queue_and_never_the_engines_time(

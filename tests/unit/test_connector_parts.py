@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.connector.buffers import LoadBuffers, Slots
@@ -132,6 +132,7 @@ class ScriptedDaemon:
         self.script = script
         self.states: bytes = b""
         self.failures = 0
+        self.longest = 0
 
     def use(self, call: Any, *, renew_s: float, engine_waited: bool) -> Any:
         if not self.script:
@@ -142,7 +143,7 @@ class ScriptedDaemon:
         self.failures += 1
 
     def reserve(self, attachment: Attachment, keys: list[bytes], traffic_class: str) -> Reservation:
-        assert len(keys) <= 3
+        self.longest = max(self.longest, len(keys))
         outcome = self.script.pop(0)
         if outcome == "reserve fails":
             raise Unreachable("reserve")
@@ -178,6 +179,7 @@ OUTCOMES = st.one_of(
     wishes=st.lists(st.integers(1, 8), max_size=8),
     script=st.lists(OUTCOMES, max_size=12),
 )
+@example(slots=6, batch=4, wishes=[6], script=[[pb.GRANTED], [pb.GRANTED]])
 def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     slots: int, batch: int, wishes: list[int], script: list[list[int] | str]
 ) -> None:
@@ -207,7 +209,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     sums = counters.snapshot()
     ends = ("stored_blocks", "present_blocks", "busy_blocks", "refused_blocks", "failed_blocks")
     assert queued == filled == sums.get("queued_blocks", 0) == sum(sums.get(end, 0) for end in ends)
-    assert saver.queued_bytes == 0
+    assert saver.queued_bytes == 0 and daemon.longest <= min(batch, 3)
     assert len(known) == sums.get("stored_blocks", 0) + sums.get("present_blocks", 0)
     assert sums.get("stored_bytes", 0) == size * sums.get("stored_blocks", 0)
 
