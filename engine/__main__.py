@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 when all answers agree, 1 when they do not, 2 when something is missing or wrong, 130 on Ctrl-C."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
+    # Read when torch is loaded. By default its threads spin while they wait for each other, which makes everything many
+    # times slower as soon as another program wants one of the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch takes seconds to import; a mistake on the command line should not wait for it.
     from cachesvc.engine.demo import Demo, DemoSettings
 
@@ -57,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print the result as JSON")
     demo.add_argument("--turns", type=int, metavar="N", help="play only the first N turns")
-    demo.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="length of an answer (default 24)")
+    demo.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="length of an answer (default 20)")
     demo.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
     demo.add_argument("--store", type=Path, metavar="DIR", help="empty directory for the blocks, kept afterwards")
     demo.add_argument(

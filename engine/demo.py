@@ -41,7 +41,7 @@ class DemoSettings:
     """What can be chosen. `store` None means a temporary directory that is removed at the end."""
 
     turns: int | None = None
-    max_new_tokens: int = 24
+    max_new_tokens: int = 20
     page_size: int = 16
     store: Path | None = None
     kill_at_turn: int | None = None
@@ -59,8 +59,7 @@ class Demo:
             raise DemoError(f"--kill-at-turn is {settings.kill_at_turn}; this run has the turns 1 to {count}")
         if settings.page_size < 1 or settings.max_new_tokens < 1:
             raise DemoError("--page-size and --max-new-tokens must be at least 1")
-        if settings.store is not None and settings.store.exists() and any(settings.store.iterdir()):
-            raise DemoError(f"--store {settings.store} is not empty; the cold round must start with an empty store")
+        _check_store(settings.store)
         self._settings = settings
         self._console = console
         self._name = transcript.name
@@ -73,6 +72,11 @@ class Demo:
             self._tokenizer = ChatTokenizer(path)
             self._namespace: Namespace = cache_namespace(path, self._model.config, self._model.dtype)
         self._payload_bytes = block_layout(self._model.config, self._model.dtype).payload_bytes
+        if settings.max_new_tokens * count > self._model.config.max_position_embeddings:
+            raise DemoError(
+                f"--max-new-tokens {settings.max_new_tokens} in {count} turns exceeds the model's context of "
+                f"{self._model.config.max_position_embeddings} tokens"
+            )
 
     def run(self) -> DemoResult:
         """All rounds. Raises `DemoError` when the daemon does not come up or does not stop as it should."""
@@ -80,8 +84,8 @@ class Demo:
         with tempfile.TemporaryDirectory(prefix="cachesvc-demo-") as scratch:
             daemon = DaemonProcess(settings.store or Path(scratch) / "store", Path(scratch))
             try:
-                off = self._play("off", NullPrefixCache())
                 with self._daemon_cache(daemon) as cache:
+                    off = self._play("off", NullPrefixCache())
                     cold = self._play("cold", cache)
                     warm = self._play("warm", cache)
                 daemon.stop()
@@ -171,9 +175,10 @@ class Demo:
 
     def _say(self, label: str, number: int, messages: Sequence[Message], result: TurnResult) -> None:
         self._console.print(
-            f"{label:<8} turn {number:2}/{len(self._turns)}  {result.input_tokens:6,} tokens in, "
-            f"{result.hit_tokens:6,} from the cache, first token after {result.ttft_s:6.2f} s",
+            f"{label:<7} turn {number:2}/{len(self._turns)}: {result.input_tokens:5,} tokens, "
+            f"{result.hit_tokens:5,} of them cached; first token after {result.ttft_s:5.2f} s",
             highlight=False,
+            soft_wrap=True,
         )
         if label == "off":
             question = next(message["content"] for message in messages if message["role"] == "user")
@@ -207,6 +212,15 @@ class _KillsItsDaemon(PrefixCache):
                 self._daemon.kill()
 
         return super().load(p, scatter_then_kill if self._armed else scatter)
+
+
+def _check_store(store: Path | None) -> None:
+    if store is None or not store.exists():
+        return
+    if not store.is_dir():
+        raise DemoError(f"--store {store} is not a directory")
+    if any(store.iterdir()):
+        raise DemoError(f"--store {store} is not empty; the cold round must start with an empty store")
 
 
 def _use_all_cores() -> int:

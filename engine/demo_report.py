@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 
@@ -52,7 +53,7 @@ class DemoResult:
         return all(self.same(index) for index in range(len(self.off)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; times in seconds, rates by tokens. `hit_tokens` and `ttft_s` are those of the warm round."""
+        """Plain JSON types; times in seconds, rates by tokens. `hit_tokens` and `ttft_s` are the warm round's."""
         turns = [
             {
                 "turn": index + 1,
@@ -112,30 +113,31 @@ class DemoResult:
 
     def table(self) -> Table:
         """The same for people."""
-        table = Table(title=f"{self.conversation}: {len(self.off)} turns with {self.model}", show_footer=True)
         totals = self._totals()
-        table.add_column("turn", "all", justify="right")
-        table.add_column("input\ntokens", f"{totals['input_tokens']:,}", justify="right")
-        table.add_column("hit\ncold", f"{totals['hit_rate_cold']:.1%}", justify="right")
-        table.add_column("hit\nwarm", f"{totals['hit_rate']:.1%}", justify="right")
-        table.add_column("hit after\nrestart", f"{totals['restart_hit_rate']:.1%}", justify="right")
-        for name in ("off", "cold", "warm"):
-            table.add_column(f"TTFT\n{name}", f"{totals[f'ttft_{name}_s']:.2f} s", justify="right")
-        table.add_column("off /\nwarm", f"{totals['ttft_off_s'] / totals['ttft_warm_s']:.1f} ×", justify="right")
-        table.add_column("same\noutput", "yes" if self.identical else "NO", justify="center")
+        columns = [
+            ("turn", "all"),
+            ("input\ntokens", f"{totals['input_tokens']:,}"),
+            ("hit:\ncold", f"{totals['hit_rate_cold']:.1%}"),
+            ("\nwarm", f"{totals['hit_rate']:.1%}"),
+            ("\nrestart", f"{totals['restart_hit_rate']:.1%}"),
+            ("TTFT:\noff", f"{totals['ttft_off_s']:.1f} s"),
+            ("\ncold", f"{totals['ttft_cold_s']:.1f} s"),
+            ("\nwarm", f"{totals['ttft_warm_s']:.1f} s"),
+            ("off /\nwarm", f"{totals['ttft_off_s'] / totals['ttft_warm_s']:.1f}"),
+            ("same\noutput", "yes" if self.identical else "NO"),
+        ]
+        title = f"{self.conversation}: {len(self.off)} turns with {self.model}"
+        table = Table(title=title, show_footer=True, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+        for header, footer in columns:
+            table.add_column(header, footer, justify="right", no_wrap=True)
         for index, (off, cold, warm, restart) in enumerate(
             zip(self.off, self.cold, self.warm, self.restart, strict=True)
         ):
             table.add_row(
                 str(index + 1),
-                f"{off.input_tokens:,}",
-                f"{cold.hit_tokens:,}",
-                f"{warm.hit_tokens:,}",
-                f"{restart.hit_tokens:,}",
-                f"{off.ttft_s:.2f} s",
-                f"{cold.ttft_s:.2f} s",
-                f"{warm.ttft_s:.2f} s",
-                f"{off.ttft_s / warm.ttft_s:.1f} ×",
+                *(f"{tokens:,}" for tokens in (off.input_tokens, cold.hit_tokens, warm.hit_tokens, restart.hit_tokens)),
+                *(f"{turn.ttft_s:.2f} s" for turn in (off, cold, warm)),
+                f"{off.ttft_s / warm.ttft_s:.1f}",
                 "yes" if self.same(index) else "NO",
             )
         return table

@@ -14,7 +14,9 @@ from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.stats import CacheStats
 from cachesvc.engine.cache import block_layout
+from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.engine.models.llama import FlatBatch, LlamaModel, SequenceSpan
 from cachesvc.keys import BLOCK_TOKENS, Namespace, PrefixHasher, Tokens
 
 TINY: dict[str, Any] = {
@@ -85,6 +87,32 @@ def write_checkpoint(path: Path, raw: dict[str, Any], *, shards: int = 1) -> dic
 def random_tokens(count: int, seed: int, vocab: int = 190) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return [int(token) for token in torch.randint(0, vocab, (count,), generator=generator)]
+
+
+def forward_all(model: LlamaModel, tokens: list[int], chunks: list[int], page_size: int = 7) -> torch.Tensor:
+    """Logits of every position, computed in chunks of the given lengths over a scattered page table."""
+    pool = PagePool(model.config, num_pages=len(tokens) // page_size + 5, page_size=page_size, dtype=model.dtype)
+    for layer in pool.kv:
+        layer.fill_(float("nan"))  # What was not written must not be read.
+    held = pool.allocate(2)
+    table = PageTable(pool)
+    table.ensure(1)
+    pool.release(held)  # The table goes on with pages below its first one.
+    table.ensure(len(tokens))
+    assert table.pages != sorted(table.pages)
+    rows, start = [], 0
+    for length in chunks:
+        stop = start + length
+        batch = FlatBatch(
+            tokens=torch.tensor(tokens[start:stop]),
+            positions=torch.arange(start, stop),
+            slots=table.slots(start, stop),
+            spans=[SequenceSpan(0, length, table.context(stop))],
+            logit_rows=torch.arange(length),
+        )
+        rows.append(model.forward(batch, pool.kv))
+        start = stop
+    return torch.cat(rows)
 
 
 class FakeCache(BasePrefixCache):

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import TINY, random_tokens, write_checkpoint
+from engine_support import TINY, forward_all, random_tokens, write_checkpoint
 
 from cachesvc.engine.errors import CheckpointError
-from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.linear import linear
-from cachesvc.engine.models.llama import FlatBatch, LlamaModel, SequenceSpan
+from cachesvc.engine.models.llama import LlamaModel
 from cachesvc.engine.models.weights import content_digest
 
 ROPE_LLAMA3 = {
@@ -32,32 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"rope_theta": 500000.0, "rope_scaling": ROPE_LLAMA3},
     "rope_of_transformers_5": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
 }
-
-
-def forward_all(model: LlamaModel, tokens: list[int], chunks: list[int], page_size: int = 7) -> torch.Tensor:
-    """Logits of every position, computed in chunks of the given lengths over a scattered page table."""
-    pool = PagePool(model.config, num_pages=len(tokens) // page_size + 5, page_size=page_size, dtype=model.dtype)
-    for layer in pool.kv:
-        layer.fill_(float("nan"))  # What was not written must not be read.
-    held = pool.allocate(2)
-    table = PageTable(pool)
-    table.ensure(1)
-    pool.release(held)  # The table goes on with pages below its first one.
-    table.ensure(len(tokens))
-    assert table.pages != sorted(table.pages)
-    rows, start = [], 0
-    for length in chunks:
-        stop = start + length
-        batch = FlatBatch(
-            tokens=torch.tensor(tokens[start:stop]),
-            positions=torch.arange(start, stop),
-            slots=table.slots(start, stop),
-            spans=[SequenceSpan(0, length, table.context(stop))],
-            logit_rows=torch.arange(length),
-        )
-        rows.append(model.forward(batch, pool.kv))
-        start = stop
-    return torch.cat(rows)
 
 
 def reference(path: Path, tokens: list[int]) -> torch.Tensor:
