@@ -124,9 +124,7 @@ def test_the_oldest_is_never_preempted_and_everyone_ends() -> None:
 
 def test_what_can_never_fit_is_refused_and_what_just_fits_is_not() -> None:
     bench = Bench(num_pages=5)
-    with pytest.raises(
-        RequestError, match=r"needs 6 pages of 10 tokens \(50 input tokens and up to 2 .*has 5"
-    ):
+    with pytest.raises(RequestError, match=r"needs 6 pages of 10 tokens \(50 input tokens and up to 2 .*has 5"):
         bench.add("a", 50, new=2)
     assert bench.scheduler.requests == []
     request = bench.add("b", 50, new=1)
