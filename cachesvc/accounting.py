@@ -109,24 +109,24 @@ class Accounting:
             self._apply(opened, +1)
         return opened
 
-    def settle(
-        self, opened: Pass, tiers: list[Tier.ValueType], loaded_blocks: int, reason: MissReason.ValueType
-    ) -> None:
-        """Turns pending tokens into hits (`loaded_blocks` from the first on) and misses. Only the first call counts."""
+    def settle(self, opened: Pass, tiers: bytes, loaded_blocks: int, reason: MissReason.ValueType) -> None:
+        """Turns pending tokens into hits (`loaded_blocks` from the first on) and misses. Only the first call counts.
+
+        `tiers` holds one byte per matched block. Blocks that begin before the engine's own cache ends count only with
+        the tokens behind it.
+        """
         with self._lock:
             if opened.settled:
                 return
             opened.settled = True
             self._apply(opened, -1)
-            hits: Counter[str] = Counter()
-            left = opened.pending
-            for index, tier in enumerate(tiers[:loaded_blocks]):
-                # Blocks that begin before the engine's own cache ends count only with what lies behind it.
-                tokens = min(left, max(0, (index + 1) * opened.block_tokens - opened.local - sum(hits.values())))
-                hits[tier_name(tier)] += tokens
-                left -= tokens
+            own, part = divmod(opened.local, opened.block_tokens)
+            used = tiers[own:loaded_blocks]
+            hits = Counter({tier_name(Tier.ValueType(t)): used.count(t) * opened.block_tokens for t in set(used)})
+            if used:
+                hits[tier_name(Tier.ValueType(used[0]))] -= part
             opened.hits = +hits
-            opened.misses[reason_name(reason)] += left
+            opened.misses[reason_name(reason)] += opened.pending - sum(hits.values())
             opened.misses = +opened.misses
             opened.pending = 0
             self._apply(opened, +1)

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
 from cachesvc.ghosts import Ghosts
-from cachesvc.index.table import Entry, Table, block_id
+from cachesvc.index.table import Entry, Table
 from cachesvc.rpc.cache_pb2 import MissReason
+from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
-
-Row = tuple[Entry, ...]
-"""The entries of one block, by shard."""
 
 
 class Catalog:
-    def __init__(self, clock: Clock, events: Counter[str]) -> None:
+    def __init__(self, clock: Clock, events: Counter[str], on_drop: Callable[[bytes], None] = lambda _: None) -> None:
+        """`on_drop` is told, under the lock, of each block that is forgotten."""
         self.lock = threading.Lock()
+        self.on_drop = on_drop
         self._clock = clock
         self._events = events
         self._table: Table = {}
@@ -33,33 +33,41 @@ class Catalog:
     # ---- look-up -------------------------------------------------------------------------------------------------
 
     def match(
-        self, namespace: str, keys: Sequence[bytes], payload_bytes: Sequence[int], traffic_class: TrafficClass
-    ) -> tuple[list[Row], MissReason.ValueType]:
-        """The longest stored prefix of `keys` and why the next block is missing.
+        self, identities: Sequence[Sequence[bytes]], shapes: Sequence[Shape], traffic_class: TrafficClass
+    ) -> tuple[list[list[Entry]], MissReason.ValueType]:
+        """The longest stored prefix: its entries by shard and block, and why the next block is missing.
 
-        `payload_bytes` are the sizes by shard: a block of another size or namespace is a miss. Refreshes the use time
-        of what it returns, tail first, so that a head is never older than its tail.
+        `identities` are block ids by shard and block, `shapes` those expected by shard: a block of another size or
+        namespace is a miss, and so is one that lacks a shard. Refreshes the use time of what it returns.
         """
-        found: list[Row] = []
+        found: list[list[Entry]] = []
+        length = len(identities[0])
         reason = MissReason.MISS_REASON_UNSPECIFIED
         with self.lock:
             now = self._clock.now()
-            for key in keys:
-                row = []
-                for shard, size in enumerate(payload_bytes):
-                    identity = block_id(key, shard)
-                    entry = self._fresh(identity, now)
-                    if entry is None or not entry.segment.head.holds(namespace, size):
-                        reason = self._ghosts.reason(identity)
+            for ids, shape in zip(identities, shapes, strict=True):
+                entries: list[Entry] = []
+                for identity in ids[:length]:
+                    entry = self._table.get(identity)
+                    if entry is None or entry.shape is not shape or entry.used + entry.traffic_class.ttl <= now:
+                        reason = self._why_not_locked(identity, now)
                         break
-                    row.append(entry)
-                if len(row) < len(payload_bytes):
-                    break
-                found.append(tuple(row))
-            for index in range(len(found) - 1, -1, -1):
-                for shard, entry in enumerate(found[index]):
-                    self._touch(block_id(keys[index], shard), entry, traffic_class, now)
+                    entries.append(entry)
+                length = len(entries)
+                found.append(entries)
+            for ids, entries in zip(identities, found, strict=True):
+                del entries[length:]
+                for entry in entries:
+                    entry.used = now
+                    entry.touched = True
+                    if traffic_class.ttl > entry.traffic_class.ttl:
+                        entry.traffic_class = traffic_class
+                self._dirty.update(ids[:length])
         return found, reason
+
+    def _why_not_locked(self, identity: bytes, now: float) -> MissReason.ValueType:
+        self._fresh(identity, now)
+        return self._ghosts.reason(identity)
 
     def holds(self, identity: bytes, traffic_class: TrafficClass) -> bool:
         """Whether the block is stored; refreshes its use time."""
@@ -70,11 +78,14 @@ class Catalog:
                 self._touch(identity, entry, traffic_class, now)
         return entry is not None
 
-    def missing(self, identities: Sequence[bytes]) -> list[int]:
-        """Indices of those that are not stored; use times stay as they are."""
+    def unsaved(self, identities: Sequence[bytes]) -> list[int]:
+        """Indices of those that are stored, but not on disk."""
         with self.lock:
-            now = self._clock.now()
-            return [index for index, identity in enumerate(identities) if self._fresh(identity, now) is None]
+            return [
+                index
+                for index, identity in enumerate(identities)
+                if (entry := self._table.get(identity)) is not None and entry.segment is None
+            ]
 
     def where(self, identity: bytes) -> Entry | None:
         """Where a block lies, whatever its age."""
@@ -82,6 +93,14 @@ class Catalog:
             return self._table.get(identity)
 
     # ---- change --------------------------------------------------------------------------------------------------
+
+    def add(self, identity: bytes, entry: Entry) -> bool:
+        """Makes a block visible. False when it is there already: the first writer won."""
+        with self.lock:
+            if self._fresh(identity, self._clock.now()) is not None:
+                return False
+            self.insert_locked(identity, entry)
+            return True
 
     def drop(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         """Forgets a block, unless it lies elsewhere by now, and remembers why."""
@@ -92,7 +111,8 @@ class Catalog:
         """What was used and what was dropped since the last call, for the durable index."""
         with self.lock:
             changed, self._dirty = self._dirty, set()
-            put = [(i, e) for i in changed if (e := self._table.get(i)) is not None]
+            known = [(i, e) for i in changed if (e := self._table.get(i)) is not None]
+            put = [(i, e) for i, e in known if e.segment is not None]
             return put, [i for i in changed if i not in self._table]
 
     # ---- reports -------------------------------------------------------------------------------------------------
@@ -107,7 +127,7 @@ class Catalog:
             for entry in self._table.values():
                 row = rows[entry.traffic_class.name]
                 row[0] += 1
-                row[1] += entry.segment.head.payload_bytes
+                row[1] += entry.shape.payload_bytes
         return {name: (blocks, size) for name, (blocks, size) in rows.items()}
 
     # ---- under the lock ------------------------------------------------------------------------------------------
@@ -119,6 +139,7 @@ class Catalog:
     def drop_locked(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         if self._table.get(identity) is entry:
             del self._table[identity]
+            self.on_drop(identity)
             self._ghosts.remember(identity, reason)
             self._dirty.add(identity)
             self._events[f"{MissReason.Name(reason).lower()}_blocks"] += 1

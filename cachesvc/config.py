@@ -22,7 +22,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from cachesvc.classes import CLASS_NAME, DEFAULT_TTLS
 from cachesvc.errors import ConfigError
-from cachesvc.limits import GiB, MiB
+from cachesvc.limits import MAX_PAYLOAD_BYTES, GiB, MiB
+from cachesvc.record import PAGE
 from cachesvc.rpc.address import MAX_SOCKET_PATH_BYTES, default_socket_path
 
 _SIZE_UNITS: Final = {"": 1, "b": 1} | {
@@ -68,7 +69,10 @@ class Config(BaseSettings):
         0, ge=0, description="most bytes that the store may use; 0: a fifth of the free disk, 100 GiB at most"
     )
     segment_bytes: Size = Field(256 * MiB, ge=1, description="size at which a segment file is sealed")
-    staging_bytes: Size = Field(512 * MiB, ge=1, description="memory for payloads that are not yet committed")
+    arena_bytes: Size = Field(
+        0, ge=0, description="shared memory for blocks (the DRAM tier); 0: a quarter of the free memory, 64 GiB at most"
+    )
+    arena_policy: str = Field("lru", description="which block leaves a full arena: lru or s3fifo")
     socket: Path = Field(default_factory=default_socket_path, description="Unix socket that clients use")
     listen: str = Field("127.0.0.1:7733", description="loopback host:port for TCP clients; empty: none")
     metrics: str = Field("127.0.0.1:7734", description="loopback host:port of the Prometheus endpoint; empty: none")
@@ -107,6 +111,13 @@ class Config(BaseSettings):
             raise ValueError(f"path of {len(os.fsencode(value))} bytes; a Unix socket allows {MAX_SOCKET_PATH_BYTES}")
         return value
 
+    @field_validator("arena_policy")
+    @classmethod
+    def _check_policy(cls, value: str) -> str:
+        if value not in ("lru", "s3fifo"):
+            raise ValueError(f"{value!r} is not lru or s3fifo")
+        return value
+
     @field_validator("log_level")
     @classmethod
     def _check_level(cls, value: str) -> str:
@@ -139,6 +150,13 @@ def budget_of(config: Config) -> int:
         return max(64 * MiB, min(100 * GiB, (shutil.disk_usage(existing).free + own) // 5))
     except OSError as error:
         raise ConfigError(f"cannot measure the disk of {config.store}: {error.strerror}; set store_bytes") from error
+
+
+def arena_of(config: Config) -> tuple[int, int]:
+    """Bytes of the arena and of one of its slabs, which bounds the payload size."""
+    size = config.arena_bytes or max(256 * MiB, min(64 * GiB, os.sysconf("SC_AVPHYS_PAGES") * PAGE // 4))
+    slab = min(MAX_PAYLOAD_BYTES, max(MiB, size // 16)) // PAGE * PAGE
+    return max(size, slab) // PAGE * PAGE, slab
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -12,10 +13,11 @@ from types import FrameType
 from cachesvc import __version__
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock, OffsetFileClock, SystemClock
-from cachesvc.config import Config, budget_of
+from cachesvc.config import Config, arena_of, budget_of
 from cachesvc.limits import HOUSEKEEPING_SECONDS
 from cachesvc.metrics import serve_metrics
 from cachesvc.server.grpc import GrpcServer
+from cachesvc.server.local import LocalServer
 from cachesvc.service import Service
 from cachesvc.store import Store
 
@@ -36,40 +38,57 @@ def serve(config: Config) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    _calm_collector()
     clock: Clock = OffsetFileClock(config.clock_offset_file) if config.clock_offset_file else SystemClock()
     classes = TrafficClasses(config.classes)
+    arena_bytes, slab_bytes = arena_of(config)
     store = Store(
         config.store,
         budget=budget_of(config),
         segment_bytes=config.segment_bytes,
+        arena_bytes=arena_bytes,
+        slab_bytes=slab_bytes,
+        arena_policy=config.arena_policy,
         classes=classes,
         clock=clock,
     )
     try:
-        service = Service(store, classes, clock, staging_bytes=config.staging_bytes)
+        arena_socket = config.socket.absolute().with_name(config.socket.name + ".arena")
+        service = Service(store, classes, clock, arena_socket=str(arena_socket))
         server = GrpcServer(service, socket=config.socket, listen=config.listen, workers=config.workers)
+        local = LocalServer(service, arena_socket)
         try:
             if config.metrics:
                 serve_metrics(service, config.metrics)
+            local.start()
             server.start()
             log.info(
-                "cachesvc %s (process %d) serves on unix:%s%s; store %s, budget %.1f GB; classes %s",
+                "cachesvc %s (process %d) serves on unix:%s%s; arena %.1f GB; store %s, budget %.1f GB; classes %s",
                 __version__,
                 os.getpid(),
                 server.socket,
                 f" and {config.listen.rpartition(':')[0]}:{server.port}" if config.listen else "",
+                arena_bytes / 1e9,
                 config.store,
-                store.budget / 1e9,
+                store.disk.budget / 1e9,
                 ", ".join(f"{c.name} {c.ttl / 86_400:g} d" for c in classes),
             )
             while not stop.wait(HOUSEKEEPING_SECONDS):
                 for task in (service.maintain, store.maintain):
                     _survive(task)
         finally:
+            local.stop()
             server.stop(SHUTDOWN_GRACE)
     finally:
         store.close()
     log.info("store is closed cleanly")
+
+
+def _calm_collector() -> None:
+    """Makes full garbage collections rare: they walk every entry and slot, which are many and form no cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
 
 
 def _survive(task: Callable[[], None]) -> None:

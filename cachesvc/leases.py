@@ -4,9 +4,12 @@
 state        read lease                          write lease
 ===========  ==================================  =====================================================
 taken        Match found blocks                  Reserve granted keys
-in use       Get streams them                    Put fills staging buffers; Commit settles them one by one
+in use       Get streams them, Load says where   Put or the client itself fills slots; Commit settles them
 ended        Release, a repeated pass, or time   Abort, or time: what is not settled never existed
 ===========  ==================================  =====================================================
+
+A client that maps the arena may still be writing when its lease ends. Its slots are kept aside, given to nobody, until
+it says that it has stopped (Abort) or its session closes.
 """
 
 from __future__ import annotations
@@ -17,33 +20,36 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cachesvc.accounting import Pass
+from cachesvc.arena.arena import Slot
+from cachesvc.attachments import Attachment
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
 from cachesvc.errors import InvalidCall, LeaseEnded, LimitReached
 from cachesvc.index.table import Entry
 from cachesvc.limits import DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS, MAX_LEASES
+from cachesvc.promoter import Hold
 from cachesvc.rpc.cache_pb2 import CommitState
+from cachesvc.segments.segment import Segment
 
 LEASE_ID_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Attachment:
-    """What a client registered: whose blocks it speaks of and how large they are."""
+class Session:
+    """One connection to the arena's socket. Its closing ends the leases that were taken on it."""
 
-    digest: str
-    """Namespace digest, hex."""
-    model: str
-    block_tokens: int
-    payload_bytes: tuple[int, ...]
-    """By shard."""
+    def __init__(self) -> None:
+        self.reads: set[bytes] = set()
+        self.writes: set[bytes] = set()
+        self.aside: dict[bytes, list[Slot]] = {}
+        """Slots of ended write leases, by lease, that the client may still be writing to."""
 
 
 @dataclass
 class Staging:
-    """The payload of one reserved key on its way in: chunks arrive in order; repeating one is harmless."""
+    """The payload of one reserved key on its way into its slot: chunks arrive in order; repeating one is harmless."""
 
-    payload: bytearray
+    slot: Slot
+    payload: memoryview
     filled: int = 0
 
     def put(self, offset: int, data: bytes) -> None:
@@ -63,10 +69,19 @@ class Staging:
 class ReadLease:
     expires: float
     pass_: Pass
-    keys: list[bytes]
-    rows: list[tuple[Entry, ...]]
-    """Entries by block and shard."""
+    identities: list[list[bytes]]
+    """Block ids by shard and block."""
+    entries: list[list[Entry]]
+    """Where they lay, likewise."""
+    segments: list[Segment]
+    """Files that are kept for this lease."""
+    tiers: bytes
+    """Where each block lay at the match."""
     pass_id: bytes = b""
+    ended: bool = False
+    holds: dict[int, Hold] = field(default_factory=dict)
+    """Positions in the arena by shard, for clients that map it."""
+    session: Session | None = None
 
 
 @dataclass
@@ -74,11 +89,11 @@ class WriteLease:
     expires: float
     attachment: Attachment
     shard: int
-    payload_bytes: int
     traffic_class: TrafficClass
     keys: list[bytes]
-    staged: dict[int, Staging]
+    staged: dict[int, Staging] = field(default_factory=dict)
     settled: dict[int, CommitState.ValueType] = field(default_factory=dict)
+    session: Session | None = None
 
 
 Lease = TypeVar("Lease", ReadLease, WriteLease)
@@ -115,10 +130,13 @@ class LeaseTable(Generic[Lease]):
             raise LeaseEnded(f"lease {identity.hex()[:32] or '(empty)'} is unknown or has ended")
         return lease
 
+    def leases(self) -> list[Lease]:
+        return list(self._leases.values())
+
     def pop(self, identity: bytes) -> Lease | None:
         return self._leases.pop(identity, None)
 
-    def pop_expired(self) -> Iterator[Lease]:
+    def pop_expired(self) -> Iterator[tuple[bytes, Lease]]:
         now = self._clock.monotonic()
         for identity in [i for i, lease in self._leases.items() if lease.expires <= now]:
-            yield self._leases.pop(identity)
+            yield identity, self._leases.pop(identity)

@@ -46,6 +46,16 @@ MAX_QUEUED_CALLS: Final = 128
 # Bytes read from one segment in one request: neighbours of a prefix are read together up to this.
 MAX_READ_BYTES: Final = 8 * MiB
 
+# Prefixes waiting to be brought from disk into the arena; past it a reader is told that its blocks failed to load.
+MAX_QUEUED_PROMOTIONS: Final = 1_024
+PROMOTION_THREADS: Final = 2
+
+# Longest time (ms) that a Load waits for a block; a longer wish is cut.
+MAX_LOAD_WAIT_MS: Final = 10_000
+
+# Connections to the arena's socket; past it a new one is closed at once.
+MAX_SESSIONS: Final = 512
+
 # Share of an evicted segment's records that may be kept by writing them again; the rest goes, so that room is gained.
 MAX_KEPT_SHARE: Final = 0.5
 

@@ -49,6 +49,9 @@ class ServiceCollector(Collector):
             ("cachesvc_read_leases", "Read leases that live", report.read_leases),
             ("cachesvc_write_leases", "Write leases that live", report.write_leases),
             ("cachesvc_staged_bytes", "Bytes of payloads not yet committed", report.staged_bytes),
+            ("cachesvc_arena_bytes", "Size of the arena", report.arena_bytes),
+            ("cachesvc_arena_used_bytes", "Bytes of the arena in use", report.arena_used_bytes),
+            ("cachesvc_arena_dirty_bytes", "Bytes in the arena that are not yet on disk", report.arena_dirty_bytes),
             ("cachesvc_healthy", "1 unless writes are refused", report.health == "ok"),
         ):
             yield GaugeMetricFamily(name, text, value=float(value))

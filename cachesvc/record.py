@@ -94,21 +94,24 @@ def decode_trailer(data: Buffer) -> RecordHead | None:
     return RecordHead(key, shard, length, number, created / 1e6, used / 1e6, tag, payload_sum)
 
 
-def open_record(data: memoryview, *, key: bytes, shard: int, number: int, segment_tag: int) -> tuple[memoryview, int]:
-    """Payload and checksum of the record in `data`, after every check. Raises `BlockUnreadable(corrupt=True)`."""
-    head = decode_trailer(data[len(data) - TRAILER_BYTES :])
+def check_record(
+    payload: memoryview, trailer: memoryview, *, key: bytes, shard: int, number: int, segment_tag: int
+) -> int:
+    """The checksum of a record that passes every check. Raises `BlockUnreadable(corrupt=True)` for any other."""
+    head = decode_trailer(trailer)
     if head is None:
         raise BlockUnreadable(f"record {number}: its trailer is damaged", corrupt=True)
     if (head.key, head.shard, head.number, head.segment_tag) != (key, shard, number, segment_tag):
         raise BlockUnreadable(
             f"record {number}: holds {head.key.hex()}/{head.shard}, not {key.hex()}/{shard}", corrupt=True
         )
-    if record_bytes(head.payload_bytes) != len(data):
-        raise BlockUnreadable(f"record {number}: payload length {head.payload_bytes} is impossible here", corrupt=True)
-    payload = data[: head.payload_bytes]
+    if head.payload_bytes != len(payload):
+        raise BlockUnreadable(
+            f"record {number}: has {head.payload_bytes} payload bytes, not {len(payload)}", corrupt=True
+        )
     if checksum(payload) != head.checksum:
         raise BlockUnreadable(f"record {number}: payload fails its checksum", corrupt=True)
-    return payload, head.checksum
+    return head.checksum
 
 
 assert len(_MAGIC) == 8 and KEY_BYTES == 16, "the trailer's layout is fixed"

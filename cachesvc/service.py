@@ -1,102 +1,86 @@
-"""What each call means. Speaks the messages of `cachesvc.rpc` and knows no transport: gRPC is a shell around it.
+"""What each call means. Speaks the messages of `cachesvc.rpc` and knows no transport: gRPC and the arena's socket are
+shells around it.
 
-Every method may raise `CallError`; anything else is a fault of the daemon.
+Every method may raise `CallError`; anything else is a fault of the daemon. A `session` is given by clients that map the
+arena: they are told slot positions instead of being sent bytes.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
+import struct
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from cachesvc import __version__
 from cachesvc.accounting import Accounting, Row
+from cachesvc.arena.arena import READY, Slot
+from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock
-from cachesvc.errors import BlockUnreadable, InvalidCall, KeySchemeMismatch, StaleAttachment, WriteRefused
-from cachesvc.index.table import block_id
-from cachesvc.keys import (
-    KEY_SCHEME_VERSION,
-    canonical_json,
-    namespace_digest,
-    self_test_vector,
-    unpack_keys,
-)
-from cachesvc.leases import Attachment, LeaseTable, ReadLease, Staging, WriteLease
+from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, WriteRefused
+from cachesvc.index.table import block_ids
+from cachesvc.keys import unpack_keys
+from cachesvc.leases import LeaseTable, ReadLease, Session, Staging, WriteLease
 from cachesvc.limits import (
-    MAX_ATTACHMENTS,
     MAX_CHUNK_BYTES,
-    MAX_CLIENT_NAME_BYTES,
     MAX_KEYS,
     MAX_LEASE_SECONDS,
-    MAX_NAMESPACE_BYTES,
+    MAX_LOAD_WAIT_MS,
     MAX_PAYLOAD_BYTES,
-    MAX_SHARDS,
 )
+from cachesvc.promoter import Hold
 from cachesvc.record import checksum
 from cachesvc.rpc import cache_pb2 as pb
-from cachesvc.store import NewBlock, Store, Wanted
+from cachesvc.store import Commit, Store
+
+NO_SLOT: Final = 2**64 - 1
+_DRAM: Final = int(pb.Tier.TIER_DRAM)
+_DISK: Final = int(pb.Tier.TIER_DISK)
 
 # A lease whose keys are all settled is kept this long (seconds) so that a repeated Commit is answered alike.
-_SETTLED_LEASE_SECONDS = 5.0
+_SETTLED_LEASE_SECONDS: Final = 5.0
 
 
 class Service:
-    def __init__(self, store: Store, classes: TrafficClasses, clock: Clock, *, staging_bytes: int) -> None:
+    def __init__(self, store: Store, classes: TrafficClasses, clock: Clock, *, arena_socket: str = "") -> None:
+        """`arena_socket` is the path that clients on this host are told; empty when there is none."""
         self.boot_id = secrets.token_bytes(16)
         self.accounting = Accounting()
         self.store = store
+        self.events: Counter[str] = Counter()
         self._classes = classes
         self._clock = clock
         self._started = clock.monotonic()
-        self._self_test = self_test_vector()
-        self._staging_budget = staging_bytes
-        self._staged = 0
+        self._arena_socket = arena_socket
+        self._attachments = Attachments(min(MAX_PAYLOAD_BYTES, store.arena.max_payload_bytes))
         self._lock = threading.Lock()
-        self._attachments: OrderedDict[int, Attachment] = OrderedDict()
         self._reads: LeaseTable[ReadLease] = LeaseTable(clock)
         self._writes: LeaseTable[WriteLease] = LeaseTable(clock)
-        self._being_written: set[tuple[bytes, int]] = set()
+        self._being_written: set[bytes] = set()
         self._passes: dict[bytes, bytes] = {}
-        self.events: Counter[str] = Counter()
 
-    # ---- calls ---------------------------------------------------------------------------------------------------
+    # ---- calls of readers ----------------------------------------------------------------------------------------
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        if request.key_scheme != KEY_SCHEME_VERSION or request.self_test_vector != self._self_test:
-            raise KeySchemeMismatch(
-                f"client names blocks by scheme {request.key_scheme} (self-test {request.self_test_vector.hex()}), "
-                f"this daemon by {KEY_SCHEME_VERSION} ({self._self_test.hex()}); run the same release on both ends"
-            )
-        attachment = _parse_namespace(request)
-        with self._lock:
-            for other in self._attachments.values():
-                if other.digest == attachment.digest and other.payload_bytes != attachment.payload_bytes:
-                    raise InvalidCall(
-                        f"payload sizes {list(attachment.payload_bytes)} differ from {list(other.payload_bytes)}, with "
-                        "which another client attached the same namespace; put the layout into the namespace"
-                    )
-            identity = next((i for i, a in self._attachments.items() if a == attachment), 0)
-            identity = identity or secrets.randbits(63) | 1
-            self._attachments[identity] = attachment
-            self._attachments.move_to_end(identity)
-            if len(self._attachments) > MAX_ATTACHMENTS:
-                self._attachments.popitem(last=False)
-        self.store.namespace_seen(attachment.digest, request.namespace_json)
+        number, attachment = self._attachments.add(request)
+        self.store.disk.namespace_seen(attachment.namespace, request.namespace_json)
         return pb.AttachReply(
             boot_id=self.boot_id,
-            attachment=identity,
+            attachment=number,
             max_keys=MAX_KEYS,
-            max_payload_bytes=MAX_PAYLOAD_BYTES,
+            max_payload_bytes=min(MAX_PAYLOAD_BYTES, self.store.arena.max_payload_bytes),
             max_chunk_bytes=MAX_CHUNK_BYTES,
             max_lease_ms=int(MAX_LEASE_SECONDS * 1000),
             traffic_classes=self._classes.names,
+            arena_socket=self._arena_socket,
+            arena_bytes=self.store.arena.memory.size,
         )
 
-    def match(self, request: pb.MatchRequest) -> pb.MatchReply:
-        attachment = self._attachment(request.attachment)
+    def match(self, request: pb.MatchRequest, session: Session | None = None) -> pb.MatchReply:
+        attachment = self._attachments.get(request.attachment)
         keys = _keys(request.keys)
         traffic_class = self._classes.named(request.traffic_class)
         asked = len(keys) * attachment.block_tokens
@@ -107,9 +91,12 @@ class Service:
             )
         if len(request.pass_id) not in (0, 16):
             raise InvalidCall(f"pass_id has {len(request.pass_id)} bytes; it must have 16 or be empty")
+        _check_shard(request.shard, len(attachment.shapes))
         if request.pass_id:
             self._end_pass(request.pass_id)
-        rows, first_miss = self.store.catalog.match(attachment.digest, keys, attachment.payload_bytes, traffic_class)
+        identities = [block_ids(keys, shard) for shard in range(len(attachment.shapes))]
+        entries, first_miss = self.store.catalog.match(identities, attachment.shapes, traffic_class)
+        matched = len(entries[0])
         if request.unreachable_tokens:
             self.accounting.unreachable(traffic_class.name, attachment.model, min(request.unreachable_tokens, 2**40))
         opened = self.accounting.open(
@@ -120,44 +107,56 @@ class Service:
             input_tokens=request.input_tokens,
             local_tokens=request.local_tokens,
             asked_blocks=len(keys),
-            matched_blocks=len(rows),
+            matched_blocks=matched,
             reason=first_miss,
         )
-        tiers = [pb.Tier.TIER_DISK] * len(rows)
-        reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=len(rows), tiers=bytes(tiers), first_miss=first_miss)
-        if not rows or len(rows) < request.min_blocks:
-            self.accounting.settle(opened, tiers, 0, pb.MissReason.BYPASSED)
+        for ids in identities:
+            del ids[matched:]
+        reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss)
+        if not matched or matched < request.min_blocks:
+            reply.tiers = self._tiers(identities[0])
+            self.accounting.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
             return reply
-        lease = ReadLease(0.0, opened, keys[: len(rows)], rows)
+        segments = self.store.disk.pin(entry for row in entries for entry in row)
+        lease = ReadLease(0.0, opened, identities, entries, segments, b"", request.pass_id, session=session)
         lease.expires, reply.lease_ms = self._reads.deadline(request.lease_ms)
         with self._lock:
             try:
                 reply.lease_id = self._reads.add(lease)
-            except Exception:
-                self.accounting.settle(opened, tiers, 0, pb.MissReason.LOAD_ERROR)
+            except CallError:
+                self.store.disk.unpin(segments)
+                self.accounting.settle(opened, b"", 0, pb.MissReason.LOAD_ERROR)
                 raise
-            self.store.pin(entry for row in rows for entry in row)
             if request.pass_id:
                 self._passes[request.pass_id] = reply.lease_id
-                lease.pass_id = request.pass_id
+            if session is not None:
+                session.reads.add(reply.lease_id)
+        if session is not None:
+            hold = self._hold(lease, request.shard)
+            reply.slots, reply.checksums = self._positions(hold.slots)
+            lease.tiers = reply.tiers = bytes(_DISK if slot is None else _DRAM for slot in hold.slots)
+        else:
+            lease.tiers = reply.tiers = self._tiers(identities[0])
         return reply
 
+    def load(self, request: pb.LoadRequest) -> pb.LoadReply:
+        """Waits for promotion; only for clients that map the arena."""
+        lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
+        hold = self._hold(lease, request.shard)
+        wait = min(request.wait_ms, MAX_LOAD_WAIT_MS) / 1000
+        ready, reason = self.store.ready(hold, request.first, last - request.first, wait)
+        slots, checksums = self._positions(ready)
+        return pb.LoadReply(boot_id=self.boot_id, slots=slots, checksums=checksums, miss=reason)
+
     def get(self, request: pb.GetRequest) -> Iterator[pb.GetReply]:
-        with self._lock:
-            lease = self._reads.get(request.lease_id)
-        last = request.first + request.count
-        if request.count == 0 or last > len(lease.rows) or request.shard >= len(lease.rows[0]):
-            raise InvalidCall(
-                f"blocks {request.first} to {last} of shard {request.shard} are asked; the lease holds "
-                f"{len(lease.rows)} blocks of {len(lease.rows[0])} shards"
-            )
-        wanted = [
-            Wanted(lease.keys[i], request.shard, lease.rows[i][request.shard]) for i in range(request.first, last)
-        ]
+        lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
         boot_id = self.boot_id
         index = request.first
+        part = slice(request.first, last)
         try:
-            for index, payload in enumerate(self.store.read(wanted), request.first):
+            for payload, total in self.store.read(
+                lease.identities[request.shard][part], lease.entries[request.shard][part]
+            ):
                 for offset in range(0, len(payload), MAX_CHUNK_BYTES):
                     chunk = bytes(payload[offset : offset + MAX_CHUNK_BYTES])
                     ends = offset + len(chunk) == len(payload)
@@ -167,7 +166,7 @@ class Service:
                         offset=offset,
                         data=chunk,
                         last=ends,
-                        checksum=lease.rows[index][request.shard].checksum if ends else 0,
+                        checksum=total if ends else 0,
                     )
                     boot_id = b""
                 self.accounting.add(lease.pass_.row, loaded_bytes=len(payload))
@@ -176,52 +175,69 @@ class Service:
             reason = pb.MissReason.CORRUPT if error.corrupt else pb.MissReason.LOAD_ERROR
             yield pb.GetReply(boot_id=boot_id, index=index, miss=reason)
 
-    def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
-        attachment = self._attachment(request.attachment)
-        keys = _keys(request.keys)
-        if request.shard >= len(attachment.payload_bytes):
-            raise InvalidCall(f"shard {request.shard} is asked; the namespace has {len(attachment.payload_bytes)}")
-        traffic_class = self._classes.named(request.traffic_class)
-        size = attachment.payload_bytes[request.shard]
-        accepts = self.store.accepts_writes()
-        present = [self.store.catalog.holds(block_id(key, request.shard), traffic_class) for key in keys]
-        states = bytearray()
-        lease = WriteLease(0.0, attachment, request.shard, size, traffic_class, keys, {})
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         with self._lock:
-            for index, key in enumerate(keys):
+            lease = self._reads.pop(request.lease_id)
+            if lease is not None and lease.session is not None:
+                lease.session.reads.discard(request.lease_id)
+        if lease is not None:
+            self._end_read(lease, request.loaded_blocks, request.not_loaded or pb.MissReason.BYPASSED)
+        return pb.ReleaseReply(boot_id=self.boot_id)
+
+    # ---- calls of writers ----------------------------------------------------------------------------------------
+
+    def reserve(self, request: pb.ReserveRequest, session: Session | None = None) -> pb.ReserveReply:
+        attachment = self._attachments.get(request.attachment)
+        keys = _keys(request.keys)
+        _check_shard(request.shard, len(attachment.shapes))
+        traffic_class = self._classes.named(request.traffic_class)
+        size = attachment.shapes[request.shard].payload_bytes
+        identities = block_ids(keys, request.shard)
+        accepts = self.store.accepts_writes()
+        present = [self.store.catalog.holds(identity, traffic_class) for identity in identities]
+        states = bytearray()
+        arena = self.store.arena
+        lease = WriteLease(0.0, attachment, request.shard, traffic_class, keys, session=session)
+        with self._lock:
+            for index, identity in enumerate(identities):
+                slot = None
                 if present[index]:
                     states.append(pb.ReserveState.PRESENT)
-                elif (key, request.shard) in self._being_written:
+                elif identity in self._being_written:
                     states.append(pb.ReserveState.BUSY)
-                elif not accepts or self._staged + size > self._staging_budget:
+                elif not accepts or (slot := arena.reserve(identity, size)) is None:
                     states.append(pb.ReserveState.REFUSED)
                     self.events["refused_reservations"] += 1
-                else:
+                if slot is not None:
                     states.append(pb.ReserveState.GRANTED)
-                    self._being_written.add((key, request.shard))
-                    self._staged += size
-                    lease.staged[index] = Staging(bytearray(size))
+                    self._being_written.add(identity)
+                    lease.staged[index] = Staging(slot, arena.view(slot))
             reply = pb.ReserveReply(boot_id=self.boot_id, states=bytes(states))
             if lease.staged:
                 lease.expires, reply.lease_ms = self._writes.deadline(request.lease_ms)
                 try:
                     reply.lease_id = self._writes.add(lease)
-                except Exception:
-                    self._drop_staged(lease)
+                except CallError:
+                    self._free(self._take_staged(lease))
                     raise
+                if session is not None:
+                    session.writes.add(reply.lease_id)
+        if session is not None:
+            granted = [lease.staged[i].slot.offset if i in lease.staged else NO_SLOT for i in range(len(keys))]
+            reply.slots = struct.pack(f"<{len(granted)}Q", *granted)
         return reply
 
     def put(self, requests: Iterable[pb.PutRequest]) -> pb.PutReply:
         lease: WriteLease | None = None
         received = 0
         for request in requests:
-            if lease is None or request.lease_id:
-                with self._lock:
-                    lease = self._writes.get(request.lease_id)
             if len(request.data) > MAX_CHUNK_BYTES:
                 raise InvalidCall(f"chunk has {len(request.data)} bytes; the limit is {MAX_CHUNK_BYTES}")
             with self._lock:
+                if lease is None or request.lease_id:
+                    lease = self._writes.get(request.lease_id)
                 staging = lease.staged.get(request.index)
+                # Under the lock: the slot cannot be given to another block while bytes are put into it.
                 if staging is not None:
                     staging.put(request.offset, request.data)
                 elif request.index not in lease.settled:
@@ -229,60 +245,85 @@ class Service:
             received += len(request.data)
         return pb.PutReply(boot_id=self.boot_id, received_bytes=received)
 
-    def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
-        if len(request.indices) != len(request.checksums):
+    def commit(self, request: pb.CommitRequest, session: Session | None = None) -> pb.CommitReply:
+        if len(request.checksums) not in (len(request.indices), 0 if session is not None else len(request.indices)):
             raise InvalidCall(f"{len(request.indices)} indices come with {len(request.checksums)} checksums")
+        checksums = dict(zip(request.indices, request.checksums or [0] * len(request.indices), strict=True))
         with self._lock:
             lease = self._writes.get(request.lease_id)
-            taken: dict[int, Staging] = {}
-            for index in request.indices:
-                if index in lease.staged:
-                    taken[index] = lease.staged.pop(index)
+            taken = {index: lease.staged.pop(index) for index in checksums if index in lease.staged}
         try:
-            self._settle(lease, taken, dict(zip(request.indices, request.checksums, strict=True)), request)
+            self._settle(lease, taken, checksums, durable=request.durable)
         finally:
             with self._lock:
-                for index in taken:
-                    self._unstage(lease, index)
+                self._being_written.difference_update(staging.slot.identity for staging in taken.values())
                 if not lease.staged:
                     lease.expires = min(lease.expires, self._clock.monotonic() + _SETTLED_LEASE_SECONDS)
         states = bytes(lease.settled.get(i, pb.CommitState.NOT_GRANTED) for i in request.indices)
         return pb.CommitReply(boot_id=self.boot_id, states=states)
 
-    def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
+    def abort(self, request: pb.AbortRequest, session: Session | None = None) -> pb.AbortReply:
         with self._lock:
             lease = self._writes.pop(request.lease_id)
             if lease is not None:
-                self._drop_staged(lease)
+                self._free(self._take_staged(lease))
+            if session is not None:
+                session.writes.discard(request.lease_id)
+                self._free(session.aside.pop(request.lease_id, []))
         return pb.AbortReply(boot_id=self.boot_id)
 
-    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+    # ---- housekeeping and reports --------------------------------------------------------------------------------
+
+    def maintain(self) -> None:
+        """Ends the leases whose time is over."""
         with self._lock:
-            lease = self._reads.pop(request.lease_id)
-        if lease is not None:
-            self._end_read(lease, request.loaded_blocks, request.not_loaded or pb.MissReason.BYPASSED)
-        return pb.ReleaseReply(boot_id=self.boot_id)
+            reads = list(self._reads.pop_expired())
+            for identity, lease in self._writes.pop_expired():
+                slots = self._take_staged(lease)
+                if lease.session is None:
+                    self._free(slots)
+                elif identity in lease.session.writes:
+                    lease.session.writes.discard(identity)
+                    if slots:
+                        lease.session.aside[identity] = slots
+        for _, read in reads:
+            self._end_read(read, 0, pb.MissReason.TIMED_OUT)
+
+    def end_session(self, session: Session) -> None:
+        """The client is gone: what it held is free, what it had not committed never existed."""
+        with self._lock:
+            reads = [read for identity in session.reads if (read := self._reads.pop(identity))]
+            for write in [write for identity in session.writes if (write := self._writes.pop(identity))]:
+                self._free(self._take_staged(write))
+            for slots in session.aside.values():
+                self._free(slots)
+            session.reads, session.writes, session.aside = set(), set(), {}
+        for read in reads:
+            self._end_read(read, 0, pb.MissReason.TIMED_OUT)
 
     def report(self, request: pb.ReportRequest) -> pb.ReportReply:
         del request
-        census = self.store.catalog.census()
-        with self._lock:
-            reply = pb.ReportReply(
-                boot_id=self.boot_id,
-                version=__version__,
-                uptime_seconds=self._clock.monotonic() - self._started,
-                store_bytes=self.store.bytes_used,
-                store_budget_bytes=self.store.budget,
-                segments=self.store.segments,
-                blocks=len(self.store.catalog),
-                read_leases=len(self._reads),
-                write_leases=len(self._writes),
-                staged_bytes=self._staged,
-                attachments=len(self._attachments),
-                events=dict(self.store.events + self.events),
-                health=self.store.health,
-                store_path=str(self.store.path),
-            )
+        store = self.store
+        census = store.catalog.census()
+        reply = pb.ReportReply(
+            boot_id=self.boot_id,
+            version=__version__,
+            uptime_seconds=self._clock.monotonic() - self._started,
+            store_bytes=store.disk.bytes_used,
+            store_budget_bytes=store.disk.budget,
+            segments=store.disk.segments,
+            blocks=len(store.catalog),
+            read_leases=len(self._reads),
+            write_leases=len(self._writes),
+            staged_bytes=sum(len(s.payload) for lease in self._writes.leases() for s in lease.staged.values()),
+            attachments=len(self._attachments),
+            events=dict(store.events + self.events),
+            health=store.disk.health,
+            store_path=str(store.disk.path),
+            arena_bytes=store.arena.memory.size,
+            arena_used_bytes=store.arena.bytes_used,
+            arena_dirty_bytes=store.arena.bytes_unflushed,
+        )
         for name, model, row in self.accounting.rows():
             reply.lookups.append(_lookup_row(name, model, row))
         for traffic_class in self._classes:
@@ -292,109 +333,119 @@ class Service:
             )
         return reply
 
-    def maintain(self) -> None:
-        """Ends the leases whose time is over."""
-        with self._lock:
-            reads = list(self._reads.pop_expired())
-            for lease in self._writes.pop_expired():
-                self._drop_staged(lease)
-        for read in reads:
-            self._end_read(read, 0, pb.MissReason.TIMED_OUT)
-
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _attachment(self, identity: int) -> Attachment:
+    def _leased(self, lease_id: bytes, first: int, count: int, shard: int) -> tuple[ReadLease, int]:
+        """The read lease and the end of the wanted blocks. Raises `LeaseEnded`, `InvalidCall`."""
         with self._lock:
-            attachment = self._attachments.get(identity)
-            if attachment is None:
-                raise StaleAttachment(f"attachment {identity} is not of this boot of the daemon; attach again")
-            self._attachments.move_to_end(identity)
-            return attachment
+            lease = self._reads.get(lease_id)
+        last = first + count
+        if count == 0 or last > len(lease.entries[0]) or shard >= len(lease.entries):
+            raise InvalidCall(
+                f"blocks {first} to {last} of shard {shard} are asked; the lease holds {len(lease.entries[0])} blocks "
+                f"of {len(lease.entries)} shards"
+            )
+        return lease, last
+
+    def _hold(self, lease: ReadLease, shard: int) -> Hold:
+        """The lease's hold on a shard's blocks in the arena, made when it is first asked for."""
+        with self._lock:
+            hold = lease.holds.get(shard)
+            if hold is None:
+                hold = self.store.hold(lease.identities[shard], lease.entries[shard][0].shape.payload_bytes)
+                lease.holds[shard] = hold
+                if lease.ended:
+                    self.store.end(hold)
+        return hold
+
+    def _positions(self, slots: Sequence[Slot | None]) -> tuple[bytes, bytes]:
+        """Offsets and checksums of slots, packed; those that are not ready are NO_SLOT.
+
+        A checksum is given where the daemon has not checked the bytes yet: the reader does, or takes it for a miss.
+        """
+        known = [slot if slot is not None and slot.state in READY else None for slot in slots]
+        layout = f"<{len(known)}Q"
+        return (
+            struct.pack(layout, *(NO_SLOT if slot is None else slot.offset for slot in known)),
+            struct.pack(layout, *(0 if slot is None or slot.verified else slot.checksum for slot in known)),
+        )
+
+    def _tiers(self, identities: Sequence[bytes]) -> bytes:
+        """Where each block lies now (its first shard, for all), one byte each."""
+        resident = self.store.arena.resident
+        return bytes(_DRAM if resident(identity) else _DISK for identity in identities)
 
     def _end_pass(self, pass_id: bytes) -> None:
         with self._lock:
-            earlier = self._reads.pop(self._passes.pop(pass_id, b""))
+            identity = self._passes.pop(pass_id, b"")
+            earlier = self._reads.pop(identity)
+            if earlier is not None and earlier.session is not None:
+                earlier.session.reads.discard(identity)
         if earlier is not None:
             self._end_read(earlier, 0, pb.MissReason.TIMED_OUT)
 
     def _end_read(self, lease: ReadLease, loaded: int, reason: pb.MissReason.ValueType) -> None:
-        self.store.unpin(entry for row in lease.rows for entry in row)
         with self._lock:
+            lease.ended = True
+            holds = list(lease.holds.values())
             self._passes.pop(lease.pass_id, None)
-        self.accounting.settle(lease.pass_, [pb.Tier.TIER_DISK] * len(lease.rows), loaded, reason)
+        for hold in holds:
+            self.store.end(hold)
+        self.store.disk.unpin(lease.segments)
+        self.accounting.settle(lease.pass_, lease.tiers, loaded, reason)
+        if lease.session is not None:
+            size = sum(entries[0].shape.payload_bytes for entries in lease.entries)
+            self.accounting.add(lease.pass_.row, loaded_bytes=size * min(loaded, len(lease.entries[0])))
 
     def _settle(
-        self,
-        lease: WriteLease,
-        taken: dict[int, Staging],
-        checksums: dict[int, int],
-        request: pb.CommitRequest,
+        self, lease: WriteLease, taken: dict[int, Staging], checksums: dict[int, int], *, durable: bool
     ) -> None:
-        """Checks and stores what was staged, and notes the outcome in `lease.settled`."""
-        good: list[tuple[int, NewBlock]] = []
+        """Checks what came over the wire and stores it, and notes the outcome in `lease.settled`.
+
+        What a client wrote into the arena itself is checked by the flusher, or by whoever reads it first.
+        """
+        arena = self.store.arena
+        shape = lease.attachment.shapes[lease.shard]
+        good: dict[int, Commit] = {}
         for index, staging in taken.items():
-            if staging.filled < len(staging.payload):
+            if lease.session is None and staging.filled < len(staging.payload):
                 lease.settled[index] = pb.CommitState.INCOMPLETE
-            elif checksum(staging.payload) != checksums[index]:
+            elif lease.session is None and checksum(staging.payload) != checksums[index]:
                 lease.settled[index] = pb.CommitState.CHECKSUM_MISMATCH
                 self.events["checksum_mismatches"] += 1
             else:
-                good.append((index, NewBlock(lease.keys[index], lease.shard, staging.payload, checksums[index])))
+                verified = lease.session is None
+                good[index] = Commit(staging.slot, shape, lease.traffic_class, checksums[index], verified)
+                continue
+            arena.abandon(staging.slot)
         if not good:
             return
-        size = lease.payload_bytes
         state = pb.CommitState.STORED
         try:
-            self.store.append(
-                lease.attachment.digest,
-                size,
-                lease.traffic_class,
-                [block for _, block in good],
-                durable=request.durable,
-            )
+            self.store.commit(list(good.values()), durable=durable)
         except WriteRefused:
             state = pb.CommitState.WRITE_REFUSED
         else:
             row = self.accounting.row(lease.traffic_class.name, lease.attachment.model)
-            self.accounting.add(row, stored_blocks=len(good), stored_bytes=size * len(good))
-        for index, _ in good:
+            self.accounting.add(row, stored_blocks=len(good), stored_bytes=shape.payload_bytes * len(good))
+        for index in good:
             lease.settled[index] = state
 
-    def _drop_staged(self, lease: WriteLease) -> None:
-        for index in list(lease.staged):
-            del lease.staged[index]
-            self._unstage(lease, index)
+    def _take_staged(self, lease: WriteLease) -> list[Slot]:
+        """Under the lock: ends the reservation of what is not settled; the slots are the caller's to free."""
+        slots = [staging.slot for staging in lease.staged.values()]
+        lease.staged.clear()
+        self._being_written.difference_update(slot.identity for slot in slots)
+        return slots
 
-    def _unstage(self, lease: WriteLease, index: int) -> None:
-        self._being_written.discard((lease.keys[index], lease.shard))
-        self._staged -= lease.payload_bytes
+    def _free(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self.store.arena.abandon(slot)
 
 
-def _parse_namespace(request: pb.AttachRequest) -> Attachment:
-    text = request.namespace_json
-    if len(text) > MAX_NAMESPACE_BYTES or len(request.client.encode()) > MAX_CLIENT_NAME_BYTES:
-        raise InvalidCall(
-            f"namespace has {len(text)} characters (limit {MAX_NAMESPACE_BYTES}) or the client's name is over "
-            f"{MAX_CLIENT_NAME_BYTES} bytes"
-        )
-    try:
-        fields = json.loads(text)
-        canonical = canonical_json(fields)
-        model, block_tokens, shards = str(fields["model"]), int(fields["block_tokens"]), int(fields["shards"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidCall(f"namespace_json is not the JSON of a namespace: {error!r}") from error
-    if canonical != text or not 0 < shards <= MAX_SHARDS or not 0 < block_tokens <= 1 << 20:
-        raise InvalidCall(
-            f"namespace_json must be canonical (sorted keys, no spaces), with 1 to {MAX_SHARDS} shards (has {shards}) "
-            f"and positive block_tokens (has {block_tokens})"
-        )
-    sizes = tuple(request.payload_bytes)
-    if len(sizes) != shards or not all(0 < size <= MAX_PAYLOAD_BYTES for size in sizes):
-        raise InvalidCall(
-            f"payload_bytes is {list(sizes[:8])}; it must name a size from 1 to {MAX_PAYLOAD_BYTES} for each of "
-            f"{shards} shards"
-        )
-    return Attachment(namespace_digest(text).hex(), model, block_tokens, sizes)
+def _check_shard(shard: int, shards: int) -> None:
+    if shard >= shards:
+        raise InvalidCall(f"shard {shard} is asked; the namespace has {shards}")
 
 
 def _keys(packed: bytes) -> list[bytes]:

@@ -6,16 +6,20 @@ survive a fork: only the process that calls owns them. There are two, so that a 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import grpc
 
+from cachesvc.connector.arena import NO_SLOT, Arena, ArenaUnavailable, slot_positions
 from cachesvc.connector.errors import BadAnswer, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
@@ -35,6 +39,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+logger = logging.getLogger("cachesvc.connector")
 
 _self_test_vector = functools.cache(self_test_vector)
 
@@ -59,6 +65,10 @@ class Attachment:
 class Match:
     blocks: int
     lease_id: bytes  # empty when nothing is leased
+    ends: float = 0.0  # when the lease may end at the earliest, by `time.monotonic`
+    arena: Arena | None = None  # where payloads lie, when they are not to be fetched
+    slots: Sequence[int] = ()  # positions in it by block, or NO_SLOT: not there yet
+    checksums: Sequence[int] = ()  # of those bytes that the reader must check himself, else 0
 
 
 class Replies(Protocol):
@@ -72,6 +82,8 @@ class Replies(Protocol):
 class Reservation:
     states: bytes  # one pb.ReserveState per key
     lease_id: bytes
+    arena: Arena | None = None
+    slots: Sequence[int] = ()  # positions in it by key, or NO_SLOT
 
 
 class Client:
@@ -84,6 +96,8 @@ class Client:
         self._lock = threading.Lock()
         self._channels: list[grpc.Channel] = []
         self._stubs: list[CacheStub] = []
+        self._arena: Arena | None = None
+        self._complained = False
         self._closed = False
 
     def close(self) -> None:
@@ -91,6 +105,9 @@ class Client:
         with self._lock:
             self._closed = True
             channels, self._channels = self._channels, []
+            arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
         for channel in channels:
             channel.close()
 
@@ -126,7 +143,13 @@ class Client:
             raise BadAnswer(f"Attach: boot id, limits or traffic classes are missing in {attachment}")
         if max(payload_bytes) > attachment.max_payload_bytes:
             raise Rejected(f"a block has {max(payload_bytes)} bytes, the daemon takes {attachment.max_payload_bytes}")
+        self._use_arena(reply.arena_socket, request, reply.boot_id)
         return attachment
+
+    @property
+    def maps_arena(self) -> bool:
+        """Whether payloads go through shared memory."""
+        return self._arena is not None
 
     def match(
         self,
@@ -152,11 +175,32 @@ class Client:
             lease_ms=attachment.lease_ms(self._options.read_lease_s),
             pass_id=pass_id,
             unreachable_tokens=unreachable_tokens,
+            shard=self._shard,
         )
-        reply = self._call("Match", request, deadline_s, attachment)
+        arena, asked = self._arena, time.monotonic()
+        reply = self._call("Match", request, deadline_s, attachment, arena=arena)
         if reply.matched_blocks > len(keys):
             raise BadAnswer(f"Match: {reply.matched_blocks} blocks matched of {len(keys)} asked")
-        return Match(reply.matched_blocks, reply.lease_id)
+        ends = asked + reply.lease_ms / 1000
+        if arena is None or not reply.lease_id:
+            return Match(reply.matched_blocks, reply.lease_id, ends)
+        slots = slot_positions(reply.slots, reply.matched_blocks, "Match")
+        checksums = slot_positions(reply.checksums, reply.matched_blocks, "Match")
+        return Match(reply.matched_blocks, reply.lease_id, ends, arena, slots, checksums)
+
+    def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[list[int], list[int], int]:
+        """Positions and checksums (see `Match`) of blocks that are ready by then; why the next one never will be."""
+        assert match.arena is not None, "only blocks in the arena can be loaded"
+        request = pb.LoadRequest(
+            lease_id=match.lease_id, first=first, count=count, shard=self._shard, wait_ms=int(wait_s * 1000)
+        )
+        # The daemon answers within `wait_s`; beyond that it gets what any other call has.
+        reply = match.arena.call("Load", request, wait_s + self._options.load_stall_s)
+        ready = len(reply.slots) // 8
+        if ready > count:
+            raise BadAnswer(f"Load: {ready} blocks came of {count} asked")
+        positions = slot_positions(reply.slots, ready, "Load")
+        return list(positions), list(slot_positions(reply.checksums, ready, "Load")), reply.miss
 
     def get(self, lease_id: bytes, *, first: int, count: int) -> Replies:
         """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
@@ -165,10 +209,10 @@ class Client:
         return replies
 
     def release(
-        self, attachment: Attachment, lease_id: bytes, loaded_blocks: int, not_loaded: pb.MissReason.ValueType
+        self, attachment: Attachment, match: Match, loaded_blocks: int, not_loaded: pb.MissReason.ValueType
     ) -> None:
-        request = pb.ReleaseRequest(lease_id=lease_id, loaded_blocks=loaded_blocks, not_loaded=not_loaded)
-        self._call("Release", request, self._options.control_deadline_s, attachment)
+        request = pb.ReleaseRequest(lease_id=match.lease_id, loaded_blocks=loaded_blocks, not_loaded=not_loaded)
+        self._call("Release", request, self._options.control_deadline_s, attachment, arena=match.arena)
 
     def reserve(self, attachment: Attachment, keys: Sequence[bytes], traffic_class: str) -> Reservation:
         request = pb.ReserveRequest(
@@ -178,39 +222,79 @@ class Client:
             traffic_class=traffic_class,
             lease_ms=attachment.lease_ms(self._options.write_lease_s),
         )
-        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment)
+        arena = self._arena
+        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment, arena=arena)
         if len(reply.states) != len(keys) or (pb.GRANTED in reply.states and len(reply.lease_id) != LEASE_BYTES):
             raise BadAnswer(f"Reserve: {len(reply.states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
-        return Reservation(reply.states, reply.lease_id)
+        if arena is None:
+            return Reservation(reply.states, reply.lease_id)
+        slots = slot_positions(reply.slots, len(keys), "Reserve")
+        return Reservation(reply.states, reply.lease_id, arena, slots)
 
-    def put(self, attachment: Attachment, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]]) -> None:
-        """Sends (index, payload) pairs in chunks."""
-        chunks = _chunks(lease_id, payloads, attachment.max_chunk_bytes)
+    def put(self, attachment: Attachment, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
+        """Copies (index, payload) pairs into the arena, or sends them in chunks."""
+        if reservation.arena is not None:
+            for index, payload in payloads:
+                position = reservation.slots[index]
+                if position == NO_SLOT:
+                    raise BadAnswer("Reserve: a key was granted without a slot")
+                copy(reservation.arena.writable(position, payload.nbytes), payload)
+            return
+        chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
         reply = self._call("Put", chunks, self._options.save_deadline_s, attachment)
         sent = sum(payload.nbytes for _, payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
 
     def commit(
-        self, attachment: Attachment, lease_id: bytes, indices: Sequence[int], checksums: Sequence[int]
+        self, attachment: Attachment, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int]
     ) -> bytes:
         """One pb.CommitState per index."""
         request = pb.CommitRequest(
-            lease_id=lease_id, indices=indices, checksums=checksums, durable=self._options.durable
+            lease_id=reservation.lease_id, indices=indices, checksums=checksums, durable=self._options.durable
         )
-        reply = self._call("Commit", request, self._options.save_deadline_s, attachment)
+        reply = self._call("Commit", request, self._options.save_deadline_s, attachment, arena=reservation.arena)
         if len(reply.states) != len(indices):
             raise BadAnswer(f"Commit: {len(reply.states)} states for {len(indices)} blocks")
         return bytes(reply.states)
 
-    def abort(self, lease_id: bytes) -> None:
-        self._call("Abort", pb.AbortRequest(lease_id=lease_id), self._options.control_deadline_s)
+    def abort(self, reservation: Reservation) -> None:
+        request = pb.AbortRequest(lease_id=reservation.lease_id)
+        self._call("Abort", request, self._options.control_deadline_s, arena=reservation.arena)
+
+    def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
+        """Maps the daemon's arena if it has one and this process can; says once, plainly, when it cannot."""
+        arena = None
+        if path and self._options.shared_memory:
+            try:
+                arena = Arena(path, request, boot_id, self._options.control_deadline_s)
+            except ArenaUnavailable as error:
+                if not self._complained:
+                    logger.warning(
+                        "payloads go over gRPC, for the daemon's shared memory is not available here: %s", error
+                    )
+                self._complained = True
+        with self._lock:
+            old, self._arena = self._arena, None if self._closed else arena
+        for unused in (old, arena if self._closed else None):
+            if unused is not None:
+                unused.close()
 
     def _call(
-        self, name: str, request: Any, deadline_s: float, attachment: Attachment | None = None, **how: Any
+        self,
+        name: str,
+        request: Any,
+        deadline_s: float,
+        attachment: Attachment | None = None,
+        *,
+        arena: Arena | None = None,
+        **how: Any,
     ) -> Any:
         try:
-            reply = self._start(name, request, deadline_s, **how)
+            if arena is not None:
+                reply = arena.call(name, request, max(0.001, deadline_s))
+            else:
+                reply = self._start(name, request, deadline_s, **how)
         except grpc.RpcError as error:
             raise from_rpc_error(error, name) from error
         if attachment is not None and reply.boot_id != attachment.boot_id:
@@ -235,6 +319,13 @@ class Client:
                 self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
                 self._stubs = [CacheStub(channel) for channel in self._channels]
             return self._stubs
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copies bytes without holding up other threads. Both must be writable buffers of the same size."""
+    assert target.nbytes == source.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
+    into, out_of = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
+    ctypes.memmove(into, out_of, source.nbytes)
 
 
 def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_bytes: int) -> Iterator[pb.PutRequest]:

@@ -82,6 +82,15 @@ _BY_CODE: dict[grpc.StatusCode, type[CacheError]] = {
 }
 
 
+_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_status(number: int, call: str, text: str) -> CacheError:
+    """The error of this tree that a status on the daemon's local socket stands for."""
+    code = _BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
+    return _BY_CODE.get(code, Unreachable)(f"{call}: {code.name}: {text}")
+
+
 def from_rpc_error(error: grpc.RpcError, call: str) -> CacheError:
     """The error of this tree that a failed gRPC call stands for."""
     code = error.code()

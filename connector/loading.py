@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 import grpc
 import xxhash
 
+from cachesvc.connector.arena import NO_SLOT
 from cachesvc.connector.buffers import Slots
-from cachesvc.connector.client import Replies
-from cachesvc.connector.errors import BadAnswer, BadChecksum, BlockMissing, CacheError, NotAttached, from_rpc_error
+from cachesvc.connector.client import Match, Replies
+from cachesvc.connector.errors import (
+    BadAnswer,
+    BadChecksum,
+    BlockMissing,
+    CacheError,
+    LeaseLost,
+    NotAttached,
+    TimedOut,
+    from_rpc_error,
+)
+from cachesvc.rpc import cache_pb2 as pb
+
+
+class Reader(Protocol):
+    """Brings blocks in order. At the first irregularity it ends, and `error` says why; None after a complete read."""
+
+    error: CacheError | None
+
+    @property
+    def idle_s(self) -> float: ...
+    def cancel(self) -> None: ...
+    def batches(self) -> Iterator[tuple[int, list[memoryview]]]: ...
+
+    def still_good(self) -> bool:
+        """Whether the last batch was good all the time while it was used."""
+        ...
 
 
 class BlockReader:
@@ -40,6 +67,9 @@ class BlockReader:
         self.cancelled = True
         if self._replies is not None:
             self._replies.cancel()
+
+    def still_good(self) -> bool:
+        return True  # the bytes are our own
 
     def batches(self) -> Iterator[tuple[int, list[memoryview]]]:
         """(index of the first block, read-only payloads), as many as there are slots; valid until the next one."""
@@ -99,3 +129,86 @@ class BlockReader:
                 return
             target = self._slots.view((index - self._first) % self._slots.count)
         raise BadAnswer(f"Get: the stream ended before block {index} of {self._end}")
+
+
+_WAIT_S: Final = 0.25
+"""Longest wait of one Load call, so that a cancelled load ends soon."""
+
+
+class SlotReader:
+    """Reads blocks `first` to `end` (exclusive) straight from the daemon's arena, as they become ready there.
+
+    The bytes are the daemon's: they are good only as long as the lease lives, so the clock is looked at once more after
+    each batch was used. `load` asks the daemon for blocks that are still on their way.
+    """
+
+    def __init__(
+        self,
+        load: Callable[..., tuple[list[int], list[int], int]],
+        match: Match,
+        *,
+        payload_bytes: int,
+        first: int,
+        end: int,
+        batch_blocks: int,
+        deadline_s: float,
+    ) -> None:
+        self._load = load
+        self._match = match
+        self._payload_bytes = payload_bytes
+        self._first = first
+        self._end = end
+        self._batch_blocks = batch_blocks
+        self._arrived = time.monotonic()
+        self._deadline = self._arrived + deadline_s
+        self.cancelled = False
+        self.error: CacheError | None = None
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._arrived
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def still_good(self) -> bool:
+        if time.monotonic() < self._match.ends:
+            return True
+        self.error = LeaseLost("the lease ended while its blocks were being read")
+        return False
+
+    def batches(self) -> Iterator[tuple[int, list[memoryview]]]:
+        """(index of the first block, read-only payloads) of blocks that are ready, at most `batch_blocks` at once."""
+        index = self._first
+        try:
+            while index < self._end and not self.cancelled and self.still_good():
+                payloads = self._next(index)
+                if payloads:
+                    self._arrived = time.monotonic()
+                    yield index, payloads
+                    index += len(payloads)
+                elif time.monotonic() >= self._deadline:
+                    raise TimedOut(f"Load: block {index} did not come in time")
+        except CacheError as error:
+            self.error = error
+
+    def _next(self, index: int) -> list[memoryview]:
+        """Ready payloads from `index` on, perhaps none after some waiting."""
+        count = min(self._batch_blocks, self._end - index)
+        slots = list(self._match.slots[index : index + count])
+        checksums = list(self._match.checksums[index : index + count])
+        ready = slots.index(NO_SLOT) if NO_SLOT in slots else count
+        if not ready:
+            wait_s = max(0.0, min(_WAIT_S, self._deadline - time.monotonic()))
+            slots, checksums, miss = self._load(first=index, count=count, wait_s=wait_s)
+            ready = slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
+            if not ready and miss:
+                raise BlockMissing(f"Load: block {index} cannot be served", pb.MissReason.ValueType(miss))
+        assert self._match.arena is not None, "there is nothing to read slots from"
+        payloads: list[memoryview] = []
+        for slot, checksum in zip(slots[:ready], checksums[:ready], strict=True):
+            payload = self._match.arena.readable(slot, self._payload_bytes)
+            if checksum and xxhash.xxh3_64_intdigest(payload) != checksum:
+                raise BadChecksum(f"Load: block {index + len(payloads)} fails its checksum")
+            payloads.append(payload)
+        return payloads

@@ -45,6 +45,7 @@ class CacheOptions:
     Behaviour:
         min_hit_blocks: fewer matched blocks than this are not worth a load: no hit.
         read_lease_s, write_lease_s: asked of the daemon, cut to its limit. An engine that loads later gets a miss.
+        shared_memory: map the arena of a daemon on this host, so that payloads pass no socket.
         durable: a save counts as stored only when it is on disk and synced.
         saves_refused_pause_s: how long nothing is gathered after the daemon had no room.
 
@@ -78,6 +79,7 @@ class CacheOptions:
     write_lease_s: float = 60.0
     durable: bool = False
     saves_refused_pause_s: float = 1.0
+    shared_memory: bool = True
 
     breaker_failures: int = 3
     breaker_first_s: float = 0.25
@@ -86,7 +88,14 @@ class CacheOptions:
     refused_retry_s: float = 60.0
 
     def __post_init__(self) -> None:
-        may_be_zero = {"save_queue_bytes", "match_budget_s", "load_buffers_kept", "durable", "saves_refused_pause_s"}
+        may_be_zero = {
+            "save_queue_bytes",
+            "match_budget_s",
+            "load_buffers_kept",
+            "durable",
+            "shared_memory",
+            "saves_refused_pause_s",
+        }
         for option in fields(self):
             value = getattr(self, option.name)
             if value < 0 or (value == 0 and option.name not in may_be_zero):

@@ -9,8 +9,8 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from cachesvc.connector.client import Attachment
-from cachesvc.connector.loading import BlockReader
+from cachesvc.connector.client import Attachment, Match
+from cachesvc.connector.loading import Reader
 from cachesvc.connector.options import HASH_SLICE_TOKENS
 from cachesvc.keys import PrefixHasher, Tokens
 
@@ -19,11 +19,10 @@ logger = logging.getLogger("cachesvc.connector")
 
 @dataclass(frozen=True)
 class Lease:
-    """A read lease on the first `blocks` blocks of a pass."""
+    """A read lease on the blocks of a match."""
 
-    id: bytes
+    match: Match
     attachment: Attachment
-    blocks: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Pass:
         self.lease: Lease | None = None
         self.given_up = False  # an answer that comes now is too late
         self.finished = False
-        self.reader: BlockReader | None = None  # of the load under way, to be cancelled
+        self.reader: Reader | None = None  # of the load under way, to be cancelled
         self.next_save = 0  # blocks below it are loaded, stored or queued
         self.save_goal = 0
         self.save_stopped_by = ""

@@ -13,9 +13,9 @@ from typing import Any
 from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
 from cachesvc.connector.buffers import LoadBuffers
 from cachesvc.connector.client import Attachment, Client, Match, Replies
-from cachesvc.connector.errors import BadChecksum, CacheError, LeaseLost, NotAttached, TimedOut
+from cachesvc.connector.errors import BadChecksum, BlockMissing, CacheError, LeaseLost, NotAttached, TimedOut
 from cachesvc.connector.link import Link
-from cachesvc.connector.loading import BlockReader
+from cachesvc.connector.loading import BlockReader, Reader, SlotReader
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
@@ -129,31 +129,15 @@ class PrefixCache(BasePrefixCache):
             return 0
         block_tokens = self.namespace.block_tokens
         first, end = p.local_tokens // block_tokens, p.hit_tokens // block_tokens
-        started = time.monotonic()
+        loading = _Loading(p, lease, first, end)
         try:
-            slots = self._buffers.take()
-        except OSError as error:
-            logger.error("no memory for loading: %s", error)
-            self._release(lease, 0, pb.LOAD_ERROR)
-            return 0
-        start = partial(self._start_get, lease, first=first, count=end - first)
-        reader = BlockReader(start, slots, first=first, end=end, boot_id=lease.attachment.boot_id)
-        with p.lock:
-            p.reader = reader
-            if p.finished:
-                reader.cancel()
-        loaded = first
-        try:
-            for index, payloads in reader.batches():
-                scatter(index, payloads)
-                loaded = index + len(payloads)
+            if lease.match.arena is not None:
+                self._load_from_arena(loading, scatter)
+            if lease.match.arena is None or loading.arena_is_full:
+                self._load_by_get(loading, scatter)
         finally:
-            reader.cancel()
-            p.reader = None
-            self._buffers.give(slots)
-            self._end_load(p, lease, reader, first, loaded, end)
-            self._counters.add(load_seconds=time.monotonic() - started)
-        p.loaded_tokens = loaded * block_tokens if loaded > first else 0
+            self._end_load(loading)
+        p.loaded_tokens = loading.loaded * block_tokens if loading.loaded > first else 0
         return p.loaded_tokens
 
     def extend(self, p: Pass, tokens: Tokens) -> None:
@@ -290,7 +274,7 @@ class PrefixCache(BasePrefixCache):
         self._known.discard(keys[match.blocks :])
         if not match.lease_id:
             return Answer()
-        lease = Lease(match.lease_id, attachment, match.blocks)
+        lease = Lease(match, attachment)
         hit_blocks = self._failed.good_prefix(keys[: match.blocks])
         if hit_blocks < self.options.min_hit_blocks or hit_blocks <= p.local_tokens // self.namespace.block_tokens:
             self._release(lease, 0, pb.BYPASSED if hit_blocks == match.blocks else pb.LOAD_ERROR)
@@ -317,15 +301,47 @@ class PrefixCache(BasePrefixCache):
             unreachable=answer.reason == "unreachable",
         )
 
+    def _load_from_arena(self, loading: _Loading, scatter: Scatter) -> None:
+        batch_blocks = max(1, self.options.load_batch_bytes // self.payload_bytes)
+        load = partial(self._client.load, loading.lease.match)
+        loading.run(
+            SlotReader(
+                load,
+                loading.lease.match,
+                payload_bytes=self.payload_bytes,
+                first=loading.loaded,
+                end=loading.end,
+                batch_blocks=batch_blocks,
+                deadline_s=self.options.load_deadline_s,
+            ),
+            scatter,
+        )
+
+    def _load_by_get(self, loading: _Loading, scatter: Scatter) -> None:
+        try:
+            slots = self._buffers.take()
+        except OSError as error:
+            loading.error = CacheError(f"no memory for loading: {error}")
+            logger.error("%s", loading.error)
+            return
+        first, end = loading.loaded, loading.end
+        start = partial(self._start_get, loading.lease, first=first, count=end - first)
+        try:
+            boot_id = loading.lease.attachment.boot_id
+            loading.run(BlockReader(start, slots, first=first, end=end, boot_id=boot_id), scatter)
+        finally:
+            self._buffers.give(slots)
+
     def _start_get(self, lease: Lease, *, first: int, count: int) -> Replies:
         attachment = self._link.current()
         if attachment is None or attachment.boot_id != lease.attachment.boot_id:
             raise NotAttached("Get: the lease is of a daemon that is gone")
-        return self._client.get(lease.id, first=first, count=count)
+        return self._client.get(lease.match.lease_id, first=first, count=count)
 
-    def _end_load(self, p: Pass, lease: Lease, reader: BlockReader, first: int, loaded: int, end: int) -> None:
+    def _end_load(self, loading: _Loading) -> None:
         """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back."""
-        blocks, error = loaded - first, reader.error
+        p, lease, loaded, end, error = loading.p, loading.lease, loading.loaded, loading.end, loading.error
+        blocks = loaded - loading.first
         self._counters.add(
             loads=1,
             loaded_blocks=blocks,
@@ -333,16 +349,17 @@ class PrefixCache(BasePrefixCache):
             loaded_bytes=blocks * self.payload_bytes,
             failed_loads=loaded < end,
             corrupt_blocks=isinstance(error, BadChecksum),
+            load_seconds=time.monotonic() - loading.started,
         )
         if loaded == end:
             self._link.success()
-            self._release(lease, loaded, pb.LOAD_ERROR if lease.blocks > end else pb.MISS_REASON_UNSPECIFIED)
+            self._release(lease, loaded, pb.LOAD_ERROR if lease.match.blocks > end else pb.MISS_REASON_UNSPECIFIED)
             return
         if error is None or p.finished:  # the engine's own doing
             self._release(lease, loaded, pb.BYPASSED)
             return
         self._release(lease, loaded, error.miss)  # first: afterwards there may be no cache for a while
-        if isinstance(error, TimedOut) and blocks > 0 and reader.idle_s < self.options.load_stall_s:
+        if isinstance(error, TimedOut) and blocks > 0 and loading.idle_s < self.options.load_stall_s:
             return  # slow but steady
         self._link.failure(lease.attachment, error, engine_waited=True)
         if not isinstance(error, NotAttached | LeaseLost):
@@ -357,7 +374,7 @@ class PrefixCache(BasePrefixCache):
 
     def _send_release(self, lease: Lease, loaded_blocks: int, not_loaded: pb.MissReason.ValueType) -> None:
         try:
-            self._client.release(lease.attachment, lease.id, loaded_blocks, not_loaded)
+            self._client.release(lease.attachment, lease.match, loaded_blocks, not_loaded)
         except CacheError as error:
             self._link.failure(lease.attachment, error, engine_waited=False)
 
@@ -384,6 +401,41 @@ class PrefixCache(BasePrefixCache):
         """Another boot of the daemon: what was known of the last one need not hold."""
         self._known.clear()
         self._failed.clear()
+
+
+class _Loading:
+    """One load under way: what came so far, from whichever reader."""
+
+    def __init__(self, p: Pass, lease: Lease, first: int, end: int) -> None:
+        self.p = p
+        self.lease = lease
+        self.first = self.loaded = first
+        self.end = end
+        self.started = time.monotonic()
+        self.error: CacheError | None = None
+        self.idle_s = 0.0
+
+    @property
+    def arena_is_full(self) -> bool:
+        """The daemon has no room to bring the next block into its arena; it can still be fetched."""
+        return isinstance(self.error, BlockMissing) and self.error.miss == pb.LOAD_ERROR and not self.p.finished
+
+    def run(self, reader: Reader, scatter: Scatter) -> None:
+        """Hands what `reader` brings to the engine. What `scatter` raises goes to the caller."""
+        with self.p.lock:
+            self.p.reader = reader
+            if self.p.finished:
+                reader.cancel()
+        try:
+            for index, payloads in reader.batches():
+                scatter(index, payloads)
+                if not reader.still_good():
+                    break
+                self.loaded = index + len(payloads)
+        finally:
+            reader.cancel()
+            self.p.reader = None
+            self.error, self.idle_s = reader.error, reader.idle_s
 
 
 class NullPrefixCache(BasePrefixCache):

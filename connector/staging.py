@@ -16,7 +16,7 @@ from functools import partial
 import xxhash
 
 from cachesvc.connector.buffers import Slots
-from cachesvc.connector.client import Attachment, Client
+from cachesvc.connector.client import Attachment, Client, Reservation
 from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
@@ -156,10 +156,10 @@ class Saver:
         payloads = [(index, slots.view(batch.slots[index])) for index in granted]
         checksums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
         try:
-            self._client.put(attachment, reservation.lease_id, payloads)
-            outcome = self._client.commit(attachment, reservation.lease_id, granted, checksums)
+            self._client.put(attachment, reservation, payloads)
+            outcome = self._client.commit(attachment, reservation, granted, checksums)
         except CacheError:
-            self._abort(reservation.lease_id)
+            self._abort(reservation)
             raise
         done = [batch.keys[index] for index, state in zip(granted, outcome, strict=True) if state == pb.STORED]
         stored.extend(done)
@@ -175,9 +175,9 @@ class Saver:
         if blocks and pause:
             self._paused_until = time.monotonic() + self._options.saves_refused_pause_s
 
-    def _abort(self, lease_id: bytes) -> None:
+    def _abort(self, reservation: Reservation) -> None:
         try:
-            self._client.abort(lease_id)
+            self._client.abort(reservation)
         except CacheError:
             logger.debug("the write lease is left to end by itself", exc_info=True)
 

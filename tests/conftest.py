@@ -76,6 +76,15 @@ class Daemon:
         self.process.kill()
         self.process.wait(TIMEOUT)
 
+    def freeze(self) -> None:
+        """SIGSTOP; returns once no thread of it runs any more."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        wait_until(
+            lambda: all(t.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for t in tasks.iterdir())
+        )
+
     def restart(self) -> Daemon:
         assert self.stop() == 0
         return self.start()
@@ -195,6 +204,14 @@ class Client:
 
     def report(self) -> pb.ReportReply:
         return self.stub.Report(pb.ReportRequest(), timeout=TIMEOUT)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
+    """Polls until `condition` holds; fails the test when it does not within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.05)
 
 
 def make_payloads(count: int, size: int, seed: int = 0) -> list[bytes]:

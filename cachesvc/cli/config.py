@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cachesvc.cli import options
-from cachesvc.config import Config, budget_of, load
+from cachesvc.config import Config, arena_of, budget_of, load
 
 
 def config(
@@ -16,7 +16,8 @@ def config(
     store: options.Store = None,
     store_bytes: options.StoreBytes = None,
     segment_bytes: options.SegmentBytes = None,
-    staging_bytes: options.StagingBytes = None,
+    arena_bytes: options.ArenaBytes = None,
+    arena_policy: options.ArenaPolicy = None,
     socket: options.Socket = None,
     listen: options.Listen = None,
     metrics: options.Metrics = None,
@@ -31,7 +32,8 @@ def config(
         store=store,
         store_bytes=store_bytes,
         segment_bytes=segment_bytes,
-        staging_bytes=staging_bytes,
+        arena_bytes=arena_bytes,
+        arena_policy=arena_policy,
         socket=socket,
         listen=listen,
         metrics=metrics,
@@ -44,6 +46,7 @@ def config(
     values = loaded.config.model_dump(mode="json")
     if not loaded.config.store_bytes:
         values["store_bytes"] = budget_of(loaded.config)
+    values["arena_bytes"] = arena_of(loaded.config)[0]
     if as_json:
         rows = {name: {"value": values[name], "source": loaded.sources[name]} for name in values}
         print(json.dumps(rows, indent=2))

@@ -31,6 +31,11 @@ def status(address: options.Address = None, as_json: options.Json = False) -> No
         ("store", reply.store_path),
         ("used", f"{decimal(reply.store_bytes)} of {decimal(reply.store_budget_bytes)}"),
         ("blocks", f"{reply.blocks:,} in {reply.segments:,} segments"),
+        (
+            "arena",
+            f"{decimal(reply.arena_used_bytes)} of {decimal(reply.arena_bytes)}, "
+            f"{decimal(reply.arena_dirty_bytes)} not yet on disk",
+        ),
         ("leases", f"{reply.read_leases:,} read, {reply.write_leases:,} write; staged {decimal(reply.staged_bytes)}"),
         ("attachments", f"{reply.attachments:,}"),
         ("counters", ", ".join(f"{name} {count:,}" for name, count in sorted(reply.events.items())) or "-"),

@@ -103,6 +103,7 @@ class RocksIndex:
         """One atomic batch. `segment` comes with its path relative to the store, and after the blocks in it."""
         batch = WriteBatch(raw_mode=True)
         for identity, entry in put:
+            assert entry.segment is not None, "only what is on disk has a place in the durable index"
             batch.put(
                 b"b" + identity,
                 _ENTRY.pack(

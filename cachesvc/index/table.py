@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cachesvc.classes import TrafficClass
+from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
 
 _SHARD: Final = struct.Struct(">H")
@@ -17,6 +19,12 @@ def block_id(key: bytes, shard: int) -> bytes:
     return key + _SHARD.pack(shard)
 
 
+def block_ids(keys: Sequence[bytes], shard: int) -> list[bytes]:
+    """`block_id` of many keys."""
+    suffix = _SHARD.pack(shard)
+    return [key + suffix for key in keys]
+
+
 def split_id(identity: bytes) -> tuple[bytes, int]:
     """The reverse of `block_id`."""
     return identity[:-2], _SHARD.unpack(identity[-2:])[0]
@@ -24,13 +32,14 @@ def split_id(identity: bytes) -> tuple[bytes, int]:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where a block lies, which never changes (a block that moves gets a new entry), and how it is used.
+    """Where a block lies on disk, which never changes (a block that moves gets a new entry), and how it is used.
 
-    `traffic_class` is the longest-lived class that used the block: its TTL counts from `used`. `touched` says that it
-    was used after it was written where it lies now.
+    A block that is only in the arena so far has no `segment`. `traffic_class` is the longest-lived class that used the
+    block: its TTL counts from `used`. `touched` says that it was used after it was written where it lies now.
     """
 
-    segment: Segment
+    shape: Shape
+    segment: Segment | None
     record: int
     checksum: int
     created: float

@@ -27,9 +27,18 @@ Status codes (the message says what was wrong, with the value, and what to do)
 Limits (the ones in force are in AttachReply): 16,384 keys per call, payloads up to 64 MiB, chunks up to 2 MiB,
 leases up to 10 minutes, canonical namespace JSON up to 64 KiB.
 
-Shared memory on one host: AttachReply, MatchReply and ReserveReply will carry the arena's description and slot
-positions in the field numbers reserved for it below; the memory itself is handed over outside gRPC. A client that
-does not know these fields goes on with Get and Put.
+Shared memory on one host. The daemon keeps resident payloads in one memory area, the *arena*, that clients on its
+host may map. AttachReply names a Unix socket for it. On that socket the same messages travel, each framed as
+  request: length uint32 ‖ method uint8 ‖ message          reply: length uint32 ‖ status uint8 ‖ message or error text
+(little-endian; the length counts what follows it; methods: 1 Attach, 2 Match, 3 Load, 4 Reserve, 5 Commit, 6 Abort,
+7 Release, 8 Report; status: 0 or a gRPC status code). Each connection begins with Attach; with its reply travel two
+descriptors of the arena (SCM_RIGHTS): one to map for reading, one to map for writing. A connection is a session: its
+closing ends the leases that were taken on it. Rules for clients:
+* Slot positions are byte offsets into the arena; NO_SLOT (all bits set) stands for "not there".
+* Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
+  used again before the client says so (Abort) or closes the session.
+* Bytes of a slot are valid while the read lease lives: look at the clock after copying, not before.
+A client that does not map the arena uses Get and Put, also side by side with clients that do.
 """
 
 import builtins
@@ -231,6 +240,8 @@ class AttachReply(google.protobuf.message.Message):
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
     MAX_LEASE_MS_FIELD_NUMBER: builtins.int
     TRAFFIC_CLASSES_FIELD_NUMBER: builtins.int
+    ARENA_SOCKET_FIELD_NUMBER: builtins.int
+    ARENA_BYTES_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     attachment: builtins.int
     """names this namespace and these sizes in later calls; valid for this boot"""
@@ -238,6 +249,9 @@ class AttachReply(google.protobuf.message.Message):
     max_payload_bytes: builtins.int
     max_chunk_bytes: builtins.int
     max_lease_ms: builtins.int
+    arena_socket: builtins.str
+    """path of the Unix socket for clients on this host; empty: no arena"""
+    arena_bytes: builtins.int
     @property
     def traffic_classes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -250,8 +264,10 @@ class AttachReply(google.protobuf.message.Message):
         max_chunk_bytes: builtins.int = ...,
         max_lease_ms: builtins.int = ...,
         traffic_classes: collections.abc.Iterable[builtins.str] | None = ...,
+        arena_socket: builtins.str = ...,
+        arena_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "boot_id", b"boot_id", "max_chunk_bytes", b"max_chunk_bytes", "max_keys", b"max_keys", "max_lease_ms", b"max_lease_ms", "max_payload_bytes", b"max_payload_bytes", "traffic_classes", b"traffic_classes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_socket", b"arena_socket", "attachment", b"attachment", "boot_id", b"boot_id", "max_chunk_bytes", b"max_chunk_bytes", "max_keys", b"max_keys", "max_lease_ms", b"max_lease_ms", "max_payload_bytes", b"max_payload_bytes", "traffic_classes", b"traffic_classes"]) -> None: ...
 
 Global___AttachReply: typing_extensions.TypeAlias = AttachReply
 
@@ -267,6 +283,7 @@ class MatchRequest(google.protobuf.message.Message):
     MIN_BLOCKS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     PASS_ID_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
     UNREACHABLE_TOKENS_FIELD_NUMBER: builtins.int
     attachment: builtins.int
     keys: builtins.bytes
@@ -281,6 +298,8 @@ class MatchRequest(google.protobuf.message.Message):
     """wanted life of the lease, ms; 0: the daemon's default"""
     pass_id: builtins.bytes
     """16 random bytes of the client, one per pass"""
+    shard: builtins.int
+    """on the arena's socket: of which shard slot positions are wanted"""
     unreachable_tokens: builtins.int
     """input tokens of earlier passes during which the client could not ask the daemon"""
     def __init__(
@@ -294,9 +313,10 @@ class MatchRequest(google.protobuf.message.Message):
         min_blocks: builtins.int = ...,
         lease_ms: builtins.int = ...,
         pass_id: builtins.bytes = ...,
+        shard: builtins.int = ...,
         unreachable_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "traffic_class", b"traffic_class", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "shard", b"shard", "traffic_class", b"traffic_class", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
 
 Global___MatchRequest: typing_extensions.TypeAlias = MatchRequest
 
@@ -310,6 +330,8 @@ class MatchReply(google.protobuf.message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     FIRST_MISS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     matched_blocks: builtins.int
     lease_id: builtins.bytes
@@ -320,6 +342,10 @@ class MatchReply(google.protobuf.message.Message):
     """one byte (enum Tier) per matched block"""
     first_miss: Global___MissReason.ValueType
     """why the block after the match is not there"""
+    slots: builtins.bytes
+    """on the arena's socket: slot position (fixed64) per matched block, or NO_SLOT: ask Load"""
+    checksums: builtins.bytes
+    """with `slots`: checksum (fixed64) that the reader must check, 0 where the daemon has"""
     def __init__(
         self,
         *,
@@ -329,10 +355,68 @@ class MatchReply(google.protobuf.message.Message):
         lease_ms: builtins.int = ...,
         tiers: builtins.bytes = ...,
         first_miss: Global___MissReason.ValueType = ...,
+        slots: builtins.bytes = ...,
+        checksums: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "first_miss", b"first_miss", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "matched_blocks", b"matched_blocks", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "checksums", b"checksums", "first_miss", b"first_miss", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "matched_blocks", b"matched_blocks", "slots", b"slots", "tiers", b"tiers"]) -> None: ...
 
 Global___MatchReply: typing_extensions.TypeAlias = MatchReply
+
+@typing.final
+class LoadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    lease_id: builtins.bytes
+    first: builtins.int
+    """index of the first wanted block within the match"""
+    count: builtins.int
+    shard: builtins.int
+    wait_ms: builtins.int
+    """answer by then, also with nothing ready; at most 10,000"""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.bytes = ...,
+        first: builtins.int = ...,
+        count: builtins.int = ...,
+        shard: builtins.int = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "first", b"first", "lease_id", b"lease_id", "shard", b"shard", "wait_ms", b"wait_ms"]) -> None: ...
+
+Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
+
+@typing.final
+class LoadReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
+    boot_id: builtins.bytes
+    slots: builtins.bytes
+    """positions (fixed64) of ready blocks, from `first` on without gaps; may be fewer than asked"""
+    checksums: builtins.bytes
+    """one (fixed64) per slot, as in MatchReply"""
+    miss: Global___MissReason.ValueType
+    """set when the block behind the ready ones cannot be served from the arena"""
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.bytes = ...,
+        slots: builtins.bytes = ...,
+        checksums: builtins.bytes = ...,
+        miss: Global___MissReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "checksums", b"checksums", "miss", b"miss", "slots", b"slots"]) -> None: ...
+
+Global___LoadReply: typing_extensions.TypeAlias = LoadReply
 
 @typing.final
 class GetRequest(google.protobuf.message.Message):
@@ -433,12 +517,15 @@ class ReserveReply(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     states: builtins.bytes
     """one byte (enum ReserveState) per key"""
     lease_id: builtins.bytes
     """empty when nothing is granted"""
     lease_ms: builtins.int
+    slots: builtins.bytes
+    """on the arena's socket: slot position (fixed64) per key, or NO_SLOT"""
     def __init__(
         self,
         *,
@@ -446,8 +533,9 @@ class ReserveReply(google.protobuf.message.Message):
         states: builtins.bytes = ...,
         lease_id: builtins.bytes = ...,
         lease_ms: builtins.int = ...,
+        slots: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "slots", b"slots", "states", b"states"]) -> None: ...
 
 Global___ReserveReply: typing_extensions.TypeAlias = ReserveReply
 
@@ -513,7 +601,7 @@ class CommitRequest(google.protobuf.message.Message):
 
     @property
     def checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """one per index"""
+        """one per index; on the arena's socket none at all leaves them to the daemon"""
 
     def __init__(
         self,
@@ -770,6 +858,9 @@ class ReportReply(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
     STORE_PATH_FIELD_NUMBER: builtins.int
+    ARENA_BYTES_FIELD_NUMBER: builtins.int
+    ARENA_USED_BYTES_FIELD_NUMBER: builtins.int
+    ARENA_DIRTY_BYTES_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     version: builtins.str
     uptime_seconds: builtins.float
@@ -785,6 +876,11 @@ class ReportReply(google.protobuf.message.Message):
     health: builtins.str
     """"ok", or what is wrong"""
     store_path: builtins.str
+    arena_bytes: builtins.int
+    arena_used_bytes: builtins.int
+    """in slots, of any state"""
+    arena_dirty_bytes: builtins.int
+    """committed, not yet on disk"""
     @property
     def lookups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupRow]: ...
     @property
@@ -812,7 +908,10 @@ class ReportReply(google.protobuf.message.Message):
         events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         health: builtins.str = ...,
         store_path: builtins.str = ...,
+        arena_bytes: builtins.int = ...,
+        arena_used_bytes: builtins.int = ...,
+        arena_dirty_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attachments", b"attachments", "blocks", b"blocks", "boot_id", b"boot_id", "classes", b"classes", "events", b"events", "health", b"health", "lookups", b"lookups", "read_leases", b"read_leases", "segments", b"segments", "staged_bytes", b"staged_bytes", "store_budget_bytes", b"store_budget_bytes", "store_bytes", b"store_bytes", "store_path", b"store_path", "uptime_seconds", b"uptime_seconds", "version", b"version", "write_leases", b"write_leases"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_dirty_bytes", b"arena_dirty_bytes", "arena_used_bytes", b"arena_used_bytes", "attachments", b"attachments", "blocks", b"blocks", "boot_id", b"boot_id", "classes", b"classes", "events", b"events", "health", b"health", "lookups", b"lookups", "read_leases", b"read_leases", "segments", b"segments", "staged_bytes", b"staged_bytes", "store_budget_bytes", b"store_budget_bytes", "store_bytes", b"store_bytes", "store_path", b"store_path", "uptime_seconds", b"uptime_seconds", "version", b"version", "write_leases", b"write_leases"]) -> None: ...
 
 Global___ReportReply: typing_extensions.TypeAlias = ReportReply

@@ -44,6 +44,11 @@ class CacheStub(object):
                 request_serializer=cachesvc_dot_rpc_dot_cache__pb2.MatchRequest.SerializeToString,
                 response_deserializer=cachesvc_dot_rpc_dot_cache__pb2.MatchReply.FromString,
                 _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/cachesvc.v1.Cache/Load',
+                request_serializer=cachesvc_dot_rpc_dot_cache__pb2.LoadRequest.SerializeToString,
+                response_deserializer=cachesvc_dot_rpc_dot_cache__pb2.LoadReply.FromString,
+                _registered_method=True)
         self.Get = channel.unary_stream(
                 '/cachesvc.v1.Cache/Get',
                 request_serializer=cachesvc_dot_rpc_dot_cache__pb2.GetRequest.SerializeToString,
@@ -95,6 +100,13 @@ class CacheServicer(object):
         """Finds the longest stored prefix and takes a read lease on it. A block counts when all shards of it are stored.
         Refreshes the use time (sliding TTL) of the matched blocks. A repeated `pass_id` replaces the earlier pass: its
         lease ends and it is accounted once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Load(self, request, context):
+        """Waits until the next leased blocks lie in the arena and says where. Only on the arena's socket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +175,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Match,
                     request_deserializer=cachesvc_dot_rpc_dot_cache__pb2.MatchRequest.FromString,
                     response_serializer=cachesvc_dot_rpc_dot_cache__pb2.MatchReply.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=cachesvc_dot_rpc_dot_cache__pb2.LoadRequest.FromString,
+                    response_serializer=cachesvc_dot_rpc_dot_cache__pb2.LoadReply.SerializeToString,
             ),
             'Get': grpc.unary_stream_rpc_method_handler(
                     servicer.Get,
@@ -254,6 +271,33 @@ class Cache(object):
             '/cachesvc.v1.Cache/Match',
             cachesvc_dot_rpc_dot_cache__pb2.MatchRequest.SerializeToString,
             cachesvc_dot_rpc_dot_cache__pb2.MatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Cache/Load',
+            cachesvc_dot_rpc_dot_cache__pb2.LoadRequest.SerializeToString,
+            cachesvc_dot_rpc_dot_cache__pb2.LoadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,9 +27,18 @@ Status codes (the message says what was wrong, with the value, and what to do)
 Limits (the ones in force are in AttachReply): 16,384 keys per call, payloads up to 64 MiB, chunks up to 2 MiB,
 leases up to 10 minutes, canonical namespace JSON up to 64 KiB.
 
-Shared memory on one host: AttachReply, MatchReply and ReserveReply will carry the arena's description and slot
-positions in the field numbers reserved for it below; the memory itself is handed over outside gRPC. A client that
-does not know these fields goes on with Get and Put.
+Shared memory on one host. The daemon keeps resident payloads in one memory area, the *arena*, that clients on its
+host may map. AttachReply names a Unix socket for it. On that socket the same messages travel, each framed as
+  request: length uint32 ‖ method uint8 ‖ message          reply: length uint32 ‖ status uint8 ‖ message or error text
+(little-endian; the length counts what follows it; methods: 1 Attach, 2 Match, 3 Load, 4 Reserve, 5 Commit, 6 Abort,
+7 Release, 8 Report; status: 0 or a gRPC status code). Each connection begins with Attach; with its reply travel two
+descriptors of the arena (SCM_RIGHTS): one to map for reading, one to map for writing. A connection is a session: its
+closing ends the leases that were taken on it. Rules for clients:
+* Slot positions are byte offsets into the arena; NO_SLOT (all bits set) stands for "not there".
+* Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
+  used again before the client says so (Abort) or closes the session.
+* Bytes of a slot are valid while the read lease lives: look at the clock after copying, not before.
+A client that does not map the arena uses Get and Put, also side by side with clients that do.
 """
 
 import abc
@@ -83,6 +92,22 @@ _CacheMatchType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         cachesvc.rpc.cache_pb2.MatchRequest,
         cachesvc.rpc.cache_pb2.MatchReply,
+    ],
+)
+
+_CacheLoadType = typing_extensions.TypeVar(
+    '_CacheLoadType',
+    grpc.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.LoadRequest,
+        cachesvc.rpc.cache_pb2.LoadReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.LoadRequest,
+        cachesvc.rpc.cache_pb2.LoadReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.LoadRequest,
+        cachesvc.rpc.cache_pb2.LoadReply,
     ],
 )
 
@@ -198,7 +223,7 @@ _CacheReportType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheGetType, _CacheReserveType, _CachePutType, _CacheCommitType, _CacheAbortType, _CacheReleaseType, _CacheReportType]):
+class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType, _CacheGetType, _CacheReserveType, _CachePutType, _CacheCommitType, _CacheAbortType, _CacheReleaseType, _CacheReportType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.UnaryUnaryMultiCallable[
@@ -208,6 +233,10 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheGetType,
         grpc.UnaryUnaryMultiCallable[
             cachesvc.rpc.cache_pb2.MatchRequest,
             cachesvc.rpc.cache_pb2.MatchReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cachesvc.rpc.cache_pb2.LoadRequest,
+            cachesvc.rpc.cache_pb2.LoadReply,
         ],
         grpc.UnaryStreamMultiCallable[
             cachesvc.rpc.cache_pb2.GetRequest,
@@ -249,6 +278,10 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheGetType,
             cachesvc.rpc.cache_pb2.MatchRequest,
             cachesvc.rpc.cache_pb2.MatchReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cachesvc.rpc.cache_pb2.LoadRequest,
+            cachesvc.rpc.cache_pb2.LoadReply,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             cachesvc.rpc.cache_pb2.GetRequest,
             cachesvc.rpc.cache_pb2.GetReply,
@@ -288,6 +321,9 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheGetType,
     lease ends and it is accounted once.
     """
 
+    Load: _CacheLoadType
+    """Waits until the next leased blocks lie in the arena and says where. Only on the arena's socket."""
+
     Get: _CacheGetType
     """Streams payloads of leased blocks in prefix order. Ends early, without an error, at the first block that cannot be
     served (see GetReply.miss): what follows a hole is of no use to a prefix.
@@ -321,6 +357,10 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cachesvc.rpc.cache_pb2.MatchRequest,
         cachesvc.rpc.cache_pb2.MatchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.LoadRequest,
+        cachesvc.rpc.cache_pb2.LoadReply,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         cachesvc.rpc.cache_pb2.GetRequest,
@@ -371,6 +411,14 @@ class CacheServicer(metaclass=abc.ABCMeta):
         Refreshes the use time (sliding TTL) of the matched blocks. A repeated `pass_id` replaces the earlier pass: its
         lease ends and it is accounted once.
         """
+
+    @abc.abstractmethod
+    def Load(
+        self,
+        request: cachesvc.rpc.cache_pb2.LoadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cachesvc.rpc.cache_pb2.LoadReply, collections.abc.Awaitable[cachesvc.rpc.cache_pb2.LoadReply]]:
+        """Waits until the next leased blocks lie in the arena and says where. Only on the arena's socket."""
 
     @abc.abstractmethod
     def Get(

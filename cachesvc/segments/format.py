@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from dataclasses import asdict, dataclass
@@ -36,6 +37,21 @@ class ForeignFile(Exception):
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What a reader expects of a block besides its key."""
+
+    namespace: str
+    """Namespace digest, hex."""
+    payload_bytes: int
+
+
+@functools.lru_cache(maxsize=65_536)
+def shape_of(namespace: str, payload_bytes: int) -> Shape:
+    """One object per shape, so that look-ups compare them at the price of a pointer."""
+    return Shape(namespace, payload_bytes)
+
+
+@dataclass(frozen=True)
 class SegmentHead:
     """What a segment's header says. Times are seconds since the epoch."""
 
@@ -53,10 +69,6 @@ class SegmentHead:
     @property
     def stride(self) -> int:
         return record_bytes(self.payload_bytes)
-
-    def holds(self, namespace: str, payload_bytes: int) -> bool:
-        """Whether its blocks are of this namespace (digest, hex) and size."""
-        return self.payload_bytes == payload_bytes and self.namespace == namespace
 
     def offset(self, number: int) -> int:
         return PAGE + number * self.stride

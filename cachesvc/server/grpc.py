@@ -33,7 +33,7 @@ log = logging.getLogger("cachesvc.server")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Cache"].full_name
 
-_CODES: dict[type[CallError], grpc.StatusCode] = {
+CODES: dict[type[CallError], grpc.StatusCode] = {
     InvalidCall: grpc.StatusCode.INVALID_ARGUMENT,
     StaleAttachment: grpc.StatusCode.FAILED_PRECONDITION,
     KeySchemeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -56,6 +56,9 @@ class CacheServicer(pb_grpc.CacheServicer):
 
     def Match(self, request: pb.MatchRequest, context: grpc.ServicerContext) -> pb.MatchReply:
         return _call(self._service.match, request, context)
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
+        _abort(context, grpc.StatusCode.UNIMPLEMENTED, "Load is for clients of the arena's socket; use Get")
 
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetReply]:
         # A generator runs while the stream is read, so its errors are met there too.
@@ -90,7 +93,7 @@ def _call(method: Callable[[Request], Reply], request: Request, context: grpc.Se
     try:
         return method(request)
     except CallError as error:
-        _abort(context, _CODES[type(error)], str(error))
+        _abort(context, CODES[type(error)], str(error))
     except grpc.RpcError:
         raise  # the client broke off its own stream
     except Exception as error:

@@ -198,7 +198,7 @@ def test_stopped_while_loading(daemon: Daemon, make_cache: Make) -> None:
 
     def scatter(first: int, payloads: Any) -> None:
         if first == 1:
-            os.kill(daemon.process.pid, signal.SIGSTOP)
+            daemon.freeze()
         engine.scatter(first, payloads)
 
     started = time.monotonic()
@@ -220,8 +220,7 @@ def test_stopped_while_matching(daemon: Daemon, make_cache: Make) -> None:
     p = cache.match(PROMPT)
     cache.wait(p, BOUND)
     cache.finish(p)
-    assert daemon.process is not None
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.freeze()
     started = time.monotonic()
     p = cache.match(PROMPT)
     assert p.pending and p.hit_tokens == 0
@@ -246,7 +245,7 @@ def test_stopped_while_saving(daemon: Daemon, make_cache: Make) -> None:
     assert cache.ready(BOUND)
     assert daemon.process is not None
     p = cache.match(PROMPT)
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.freeze()
     engine = Engine(PROMPT, SIZE)
     started = time.monotonic()
     assert cache.save(p, len(PROMPT), engine.gather) == BLOCKS
@@ -377,7 +376,7 @@ def test_an_engine_that_never_closes_its_cache_still_ends(daemon: Daemon, state:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert daemon.process is not None
     if state == "stopped":
-        os.kill(daemon.process.pid, signal.SIGSTOP)
+        daemon.freeze()
     elif state == "killed":
         daemon.kill()
     process.communicate("\n", timeout=60)
@@ -461,17 +460,16 @@ def test_a_disk_that_fills_up_while_saving(
     assert run(cache, long)[0].loaded_tokens == stats.stored_blocks * BLOCK_TOKENS, "what was stored is still served"
 
 
-def test_a_store_without_room_refuses_and_nothing_else(make_daemon: Callable[..., Daemon], make_cache: Make) -> None:
-    daemon = make_daemon("--staging-bytes", "1KB").start()
+def test_an_arena_without_room_refuses_and_nothing_else(make_daemon: Callable[..., Daemon], make_cache: Make) -> None:
+    daemon = make_daemon("--arena-bytes", "1MiB").start()
     cache = make_cache(daemon)
     assert cache.ready(BOUND)
     p, engine = run(cache)
     assert len(engine.gathered) == BLOCKS
     stats = cache.stats
-    assert (stats.refused_blocks, stats.stored_blocks, stats.failed_blocks) == (BLOCKS, 0, 0)
+    # half of it may hold blocks that are not on disk, in which there is room for one
+    assert (stats.refused_blocks, stats.stored_blocks, stats.failed_blocks) == (BLOCKS - 1, 1, 0)
     assert stats.breaker == "closed" and p.hit_tokens == 0
-    _, engine = run(cache)
-    assert engine.gathered == [], "not gathered in vain so soon after"
 
 
 def test_a_damaged_block_is_recomputed_and_stored_again(daemon: Daemon, make_cache: Make) -> None:
@@ -528,7 +526,7 @@ def test_many_engines_and_a_daemon_that_comes_and_goes(daemon: Daemon, make_cach
             time.sleep(0.5)
             daemon.start()
         else:
-            os.kill(daemon.process.pid, signal.SIGSTOP)
+            daemon.freeze()
             time.sleep(2.5)
             os.kill(daemon.process.pid, signal.SIGCONT)
     time.sleep(0.5)

@@ -25,7 +25,7 @@ def opened(accounting: Accounting, pass_id: bytes = b"", **changes: Any) -> Pass
 
 def test_a_pass_that_loads_everything() -> None:
     accounting = Accounting()
-    accounting.settle(opened(accounting), [Tier.TIER_DISK] * 5, 5, MissReason.BYPASSED)
+    accounting.settle(opened(accounting), bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
     ((_, _, row),) = accounting.rows()
     assert (dict(row.hits), row.pending) == ({"disk": 640}, 0)
     assert dict(row.misses) == {"never_seen": 256, "partial_tail": 104}
@@ -36,7 +36,7 @@ def test_a_pass_that_loads_half_counts_the_rest_under_its_reason_and_only_once()
     one = opened(accounting)
     assert accounting.rows()[0][2].pending == 640
     for reason in (MissReason.CORRUPT, MissReason.TIMED_OUT):
-        accounting.settle(one, [Tier.TIER_DRAM] * 2 + [Tier.TIER_DISK] * 3, 3, reason)
+        accounting.settle(one, bytes([Tier.TIER_DRAM] * 2 + [Tier.TIER_DISK] * 3), 3, reason)
     ((_, _, row),) = accounting.rows()
     assert dict(row.hits) == {"dram": 256, "disk": 128}
     assert dict(row.misses) == {"never_seen": 256, "partial_tail": 104, "corrupt": 256}
@@ -44,7 +44,7 @@ def test_a_pass_that_loads_half_counts_the_rest_under_its_reason_and_only_once()
 
 def test_what_the_engine_held_itself_is_neither_hit_nor_miss() -> None:
     accounting = Accounting()
-    accounting.settle(opened(accounting, local_tokens=200), [Tier.TIER_DISK] * 5, 5, MissReason.BYPASSED)
+    accounting.settle(opened(accounting, local_tokens=200), bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
     ((_, _, row),) = accounting.rows()
     assert (row.local, dict(row.hits)) == (200, {"disk": 440})
 
@@ -52,10 +52,10 @@ def test_what_the_engine_held_itself_is_neither_hit_nor_miss() -> None:
 def test_a_pass_that_asks_again_counts_once() -> None:
     accounting = Accounting()
     first = opened(accounting, b"p" * 16)
-    accounting.settle(first, [Tier.TIER_DISK] * 5, 5, MissReason.BYPASSED)
+    accounting.settle(first, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
     second = opened(accounting, b"p" * 16, matched_blocks=2, reason=MissReason.EVICTED)
-    accounting.settle(first, [Tier.TIER_DISK] * 5, 5, MissReason.BYPASSED)
-    accounting.settle(second, [Tier.TIER_DISK] * 2, 2, MissReason.BYPASSED)
+    accounting.settle(first, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
+    accounting.settle(second, bytes([Tier.TIER_DISK] * 2), 2, MissReason.BYPASSED)
     ((_, _, row),) = accounting.rows()
     assert (row.passes, row.input, dict(row.hits)) == (1, 1000, {"disk": 256})
     assert dict(+row.misses) == {"evicted": 640, "partial_tail": 104}
@@ -90,7 +90,7 @@ def test_the_sum_is_always_the_input(passes: list[tuple[int, int, int, int, int,
             matched_blocks=matched,
         )
         if settles:
-            accounting.settle(one, [Tier.TIER_DISK] * matched, loaded, MissReason.LOAD_ERROR)
+            accounting.settle(one, bytes([Tier.TIER_DISK] * matched), loaded, MissReason.LOAD_ERROR)
     for _, _, row in accounting.rows():
         assert row.input == row.local + row.pending + sum(row.hits.values()) + sum(row.misses.values())
         assert min([row.pending, *row.hits.values(), *row.misses.values()]) >= 0

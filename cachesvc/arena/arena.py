@@ -1,0 +1,280 @@
+"""Blocks in the arena: who holds a slot, what state it is in, and which one makes room.
+
+=========  ==================================================  ==========================================
+state      meaning                                             leaves by
+=========  ==================================================  ==========================================
+WRITING    a writer fills it; nobody else knows it             `publish` → DIRTY, `abandon` → free
+LOADING    a promotion reads it from a lower tier              `loaded` → CLEAN, `discard` → free
+DIRTY      visible, not yet in a lower tier: never evicted     `flushed` → CLEAN, `discard` → free
+CLEAN      visible, also in a lower tier                       eviction or `discard` → free
+=========  ==================================================  ==========================================
+
+A slot with pins (read leases, the flusher, a promotion) is never freed: it is only detached from its block, and freed
+with its last pin. So nobody ever reads a slot that has become another block's.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from cachesvc.arena.memory import ArenaMemory
+from cachesvc.arena.slabs import Slabs, slot_bytes
+from cachesvc.policy import Policy
+
+# How far down the policy's order room is sought before a request is refused: pinned and dirty blocks are passed over.
+_SEARCH: Final = 1024
+
+
+class SlotState(enum.Enum):
+    WRITING = enum.auto()
+    LOADING = enum.auto()
+    DIRTY = enum.auto()
+    CLEAN = enum.auto()
+
+
+READY: Final = (SlotState.CLEAN, SlotState.DIRTY)
+"""States in which a slot's bytes may be read."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot in use. `checksum` is 0 while unknown; `verified` says that the bytes were found to have it."""
+
+    identity: bytes
+    offset: int
+    payload_bytes: int
+    state: SlotState
+    pins: int = 0
+    checksum: int = 0
+    verified: bool = False
+    detached: bool = False
+
+
+class Arena:
+    """Thread-safe. At the end of its memory, `reserve` and `load` return None; nothing ever waits."""
+
+    def __init__(self, memory: ArenaMemory, policy: Policy[bytes], slab_bytes: int) -> None:
+        self.memory = memory
+        self.max_payload_bytes = slab_bytes
+        self._slabs = Slabs(memory.size, slab_bytes)
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._resident: dict[bytes, Slot] = {}
+        self._at: dict[int, Slot] = {}
+        self._unflushed = 0
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(self, identity: bytes, payload_bytes: int) -> Slot | None:
+        """A slot to write a block into. Half of the arena at most is given to blocks that are not yet on disk."""
+        with self._lock:
+            if self._unflushed + slot_bytes(payload_bytes) > self.memory.size // 2:
+                return None
+            slot = self._take(identity, payload_bytes, SlotState.WRITING)
+            if slot is not None:
+                self._unflushed += slot_bytes(payload_bytes)
+            return slot
+
+    def abandon(self, slot: Slot) -> None:
+        """The writer gives up; it must not touch the slot any more."""
+        with self._lock:
+            self._expect(slot, SlotState.WRITING)
+            self._free(slot)
+
+    def publish(self, slot: Slot, checksum: int, *, verified: bool) -> bool:
+        """Makes a written block visible. False, and the slot is freed, when the block is there already."""
+        with self._lock:
+            self._expect(slot, SlotState.WRITING)
+            if slot.identity in self._resident:
+                self._free(slot)
+                return False
+            slot.state, slot.checksum, slot.verified = SlotState.DIRTY, checksum, verified
+            self._resident[slot.identity] = slot
+            self._policy.insert(slot.identity)
+            return True
+
+    def flushed(self, slot: Slot) -> None:
+        """The block is in a lower tier now."""
+        with self._lock:
+            if slot.state is SlotState.DIRTY:
+                slot.state = SlotState.CLEAN
+                self._unflushed -= slot_bytes(slot.payload_bytes)
+
+    # ---- promotion -----------------------------------------------------------------------------------------------
+
+    def load(self, identity: bytes, payload_bytes: int) -> Slot | None:
+        """A slot, pinned, to read a block of a lower tier into; None when it is here, on its way, or without room."""
+        with self._lock:
+            if identity in self._resident:
+                return None
+            slot = self._take(identity, payload_bytes, SlotState.LOADING)
+            if slot is not None:
+                slot.pins = 1
+                self._resident[identity] = slot
+                self._policy.insert(identity)
+            return slot
+
+    def loaded(self, slot: Slot, checksum: int) -> None:
+        """The slot holds the verified block; `load`'s pin is given back."""
+        with self._lock:
+            self._expect(slot, SlotState.LOADING)
+            slot.state, slot.checksum, slot.verified = SlotState.CLEAN, checksum, True
+            self._unpin(slot)
+
+    def load_failed(self, slot: Slot) -> None:
+        """The slot could not be filled; `load`'s pin is given back and the slot is nobody's."""
+        with self._lock:
+            self._expect(slot, SlotState.LOADING)
+            if not slot.detached:
+                self._detach(slot)
+            self._unpin(slot)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def pin(self, identities: Sequence[bytes]) -> list[Slot | None]:
+        """The slots of resident or loading blocks, each pinned until `unpin`; touched tail first."""
+        with self._lock:
+            get = self._resident.get
+            found = [get(identity) for identity in identities]
+            for slot in found:
+                if slot is not None:
+                    slot.pins += 1
+            self._policy.touch_all(slot.identity for slot in reversed(found) if slot is not None)
+            return found
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        with self._lock:
+            for slot in slots:
+                slot.pins -= 1
+                if slot.pins <= 0:
+                    self._unpinned(slot)
+
+    def resident(self, identity: bytes) -> bool:
+        """Whether a block lies in the arena, ready to be read."""
+        slot = self._resident.get(identity)
+        return slot is not None and self.ready(slot)
+
+    def ready(self, slot: Slot) -> bool:
+        """Whether a pinned slot's bytes may be read. False for one on its way; see `failed`."""
+        return slot.state in READY
+
+    def failed(self, slot: Slot) -> bool:
+        """Whether a pinned slot that was on its way will never be ready."""
+        return slot.state is SlotState.LOADING and slot.detached
+
+    def view(self, slot: Slot) -> memoryview:
+        """The payload's bytes."""
+        return self.memory.view[slot.offset : slot.offset + slot.payload_bytes]
+
+    def discard(self, identity: bytes) -> None:
+        """Drops a block, whatever its state."""
+        with self._lock:
+            slot = self._resident.get(identity)
+            if slot is not None:
+                self._detach(slot)
+                if not slot.pins:
+                    self._free(slot)
+
+    # ---- reports -------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_used(self) -> int:
+        with self._lock:
+            return self._slabs.bytes_taken
+
+    @property
+    def bytes_unflushed(self) -> int:
+        """Of blocks being written and of visible ones that are not yet in a lower tier."""
+        return self._unflushed
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    def check(self) -> None:
+        """Raises `AssertionError` when the books do not add up."""
+        with self._lock:
+            self._slabs.check()
+            assert all(slot.offset == offset for offset, slot in self._at.items())
+            assert sum(slot_bytes(s.payload_bytes) for s in self._at.values()) == self._slabs.bytes_taken
+            assert len(self._policy) == len(self._resident)
+            for identity, slot in self._resident.items():
+                assert slot.identity == identity and not slot.detached and self._at[slot.offset] is slot
+                assert slot.state is not SlotState.WRITING
+            unflushed = (SlotState.WRITING, SlotState.DIRTY)
+            assert self._unflushed == sum(
+                slot_bytes(s.payload_bytes) for s in self._at.values() if s.state in unflushed
+            )
+            for slot in self._at.values():
+                assert slot.pins or slot.state is SlotState.WRITING or not slot.detached
+
+    # ---- inside, under the lock ----------------------------------------------------------------------------------
+
+    def _take(self, identity: bytes, payload_bytes: int, state: SlotState) -> Slot | None:
+        size = slot_bytes(payload_bytes)
+        if size > self.max_payload_bytes:
+            return None
+        offset = self._slabs.allocate(size)
+        if offset is None and self._make_room(size):
+            offset = self._slabs.allocate(size)
+        if offset is None:
+            return None
+        slot = Slot(identity, offset, payload_bytes, state)
+        self._at[offset] = slot
+        return slot
+
+    def _make_room(self, size: int) -> bool:
+        """Evicts the first block of that size that may leave, or else empties the first slab that can be emptied."""
+        first: list[Slot] = []
+        for identity in islice(self._policy.victims(), _SEARCH):
+            slot = self._resident[identity]
+            if not self._evictable(slot):
+                continue
+            if slot_bytes(slot.payload_bytes) == size:
+                self._evict(slot)
+                return True
+            first.append(slot)
+        for slot in first:
+            slab = [self._at[offset] for offset in self._slabs.neighbours(slot.offset)]
+            if all(map(self._evictable, slab)):
+                for neighbour in slab:
+                    self._evict(neighbour)
+                return True
+        return False
+
+    @staticmethod
+    def _evictable(slot: Slot) -> bool:
+        return slot.state is SlotState.CLEAN and not slot.pins
+
+    def _evict(self, slot: Slot) -> None:
+        self._detach(slot)
+        self._free(slot)
+
+    def _detach(self, slot: Slot) -> None:
+        slot.detached = True
+        del self._resident[slot.identity]
+        self._policy.remove(slot.identity)
+
+    def _unpin(self, slot: Slot) -> None:
+        slot.pins -= 1
+        if slot.pins <= 0:
+            self._unpinned(slot)
+
+    def _unpinned(self, slot: Slot) -> None:
+        assert not slot.pins, f"slot at {slot.offset} was unpinned more often than pinned"
+        if slot.detached:
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        assert not slot.pins and self._at.pop(slot.offset) is slot
+        if slot.state in (SlotState.WRITING, SlotState.DIRTY):
+            self._unflushed -= slot_bytes(slot.payload_bytes)
+        self._slabs.free(slot.offset)
+
+    @staticmethod
+    def _expect(slot: Slot, state: SlotState) -> None:
+        assert slot.state is state, f"slot at {slot.offset} is {slot.state.name}, not {state.name}"

@@ -1,0 +1,116 @@
+"""Draining committed blocks from the arena to the disk, in the background, batched by class and in prefix order.
+
+The queue is bounded by the arena: only half of it may hold blocks that are not on disk. While the disk refuses writes,
+blocks wait here and stay visible; new reservations are refused meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+
+from cachesvc.arena.arena import Arena, Slot, SlotState
+from cachesvc.catalog import Catalog
+from cachesvc.disk import DiskTier, NewBlock
+from cachesvc.errors import WriteRefused
+from cachesvc.index.table import Entry, split_id
+from cachesvc.limits import MAX_READ_BYTES, WRITE_RETRY_SECONDS
+from cachesvc.record import checksum
+from cachesvc.rpc.cache_pb2 import MissReason
+
+log = logging.getLogger("cachesvc.flusher")
+
+
+class Flusher:
+    def __init__(self, catalog: Catalog, arena: Arena, disk: DiskTier) -> None:
+        self._catalog = catalog
+        self._arena = arena
+        self._disk = disk
+        self._queue: deque[bytes] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, identities: Sequence[bytes]) -> None:
+        """Queues published blocks, in prefix order."""
+        with self._wake:
+            self._queue.extend(identities)
+            self._wake.notify()
+
+    def flush(self, identities: Sequence[bytes], *, durable: bool) -> None:
+        """Brings blocks to disk now, in the caller's thread. Raises `WriteRefused`."""
+        slots = [slot for slot in self._arena.pin(identities) if slot is not None]
+        try:
+            known = [(slot, entry) for slot in slots if (entry := self._verified(slot)) is not None]
+            for (shape, traffic_class), group in groupby(
+                known, key=lambda item: (item[1].shape, item[1].traffic_class)
+            ):
+                members = list(group)
+                self._disk.append(shape, traffic_class, [self._block(*item) for item in members], durable=durable)
+                for slot, _ in members:
+                    self._arena.flushed(slot)
+        finally:
+            self._arena.unpin(slots)
+
+    def close(self) -> None:
+        """Writes what is queued, as far as the disk takes it, and ends the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _verified(self, slot: Slot) -> Entry | None:
+        """The entry of a block that is still to be written, with its checksum known; a damaged block is dropped."""
+        entry = self._catalog.where(slot.identity)
+        if entry is None or slot.state is not SlotState.DIRTY:
+            return entry if slot.state is not SlotState.LOADING else None
+        if not slot.verified:
+            found = checksum(self._arena.view(slot))
+            if slot.checksum not in (0, found):
+                log.warning("block %s in the arena is not what its writer committed: dropped", slot.identity.hex())
+                self._catalog.drop(slot.identity, entry, MissReason.CORRUPT)
+                return None
+            slot.checksum = entry.checksum = found
+            slot.verified = True
+        return entry
+
+    def _block(self, slot: Slot, entry: Entry) -> NewBlock:
+        key, shard = split_id(slot.identity)
+        return NewBlock(key, shard, self._arena.view(slot), slot.checksum, entry.created, entry.used)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._stopping:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                batch = self._next_batch()
+            try:
+                self.flush(batch, durable=False)
+            except WriteRefused:
+                with self._wake:
+                    if self._stopping:
+                        log.warning(
+                            "%d blocks are lost: the disk refuses writes at shutdown", len(batch) + len(self._queue)
+                        )
+                        return
+                    self._queue.extendleft(reversed(batch))
+                    self._wake.wait(WRITE_RETRY_SECONDS)
+
+    def _next_batch(self) -> list[bytes]:
+        batch: list[bytes] = []
+        size = 0
+        while self._queue and (not batch or size < MAX_READ_BYTES):
+            identity = self._queue.popleft()
+            entry = self._catalog.where(identity)
+            size += entry.shape.payload_bytes if entry is not None else 0
+            batch.append(identity)
+        return batch

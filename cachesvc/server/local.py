@@ -1,0 +1,142 @@
+"""The arena's socket: the same messages as gRPC, length-prefixed, and the arena's descriptors at Attach.
+
+gRPC cannot carry descriptors and costs five times as much per call on one host. The framing is in ``cache.proto``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from cachesvc.errors import CallError
+from cachesvc.leases import Session
+from cachesvc.limits import MAX_MESSAGE_BYTES, MAX_SESSIONS
+from cachesvc.rpc import cache_pb2 as pb
+from cachesvc.server.grpc import CODES
+from cachesvc.service import Service
+
+log = logging.getLogger("cachesvc.server")
+
+_HEAD: Final = struct.Struct("<IB")
+_ATTACH: Final = 1
+
+# Seconds that a client may take to send the rest of a message it began, or to take a reply.
+_STALL: Final = 10.0
+
+
+class LocalServer:
+    """One thread per connection; at `MAX_SESSIONS` a new connection is closed at once."""
+
+    def __init__(self, service: Service, path: Path) -> None:
+        """Binds; the caller holds the lock that makes `path` its own. Raises `OSError`."""
+        self.path = path
+        self._service = service
+        self._methods: dict[int, tuple[type[Message], Callable[..., Message], bool]] = {
+            _ATTACH: (pb.AttachRequest, service.attach, False),
+            2: (pb.MatchRequest, service.match, True),
+            3: (pb.LoadRequest, service.load, False),
+            4: (pb.ReserveRequest, service.reserve, True),
+            5: (pb.CommitRequest, service.commit, True),
+            6: (pb.AbortRequest, service.abort, True),
+            7: (pb.ReleaseRequest, service.release, False),
+            8: (pb.ReportRequest, service.report, False),
+        }
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        os.chmod(path, 0o600)
+        self._listener.listen(64)
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="arena-accept", daemon=True).start()
+
+    def stop(self) -> None:
+        """Closes all connections and removes the socket."""
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        with self._lock:
+            for connection in self._connections:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # stopped
+            with self._lock:
+                full = len(self._connections) >= MAX_SESSIONS
+                if not full:
+                    self._connections.add(connection)
+            if full:
+                log.warning("%d clients are connected to the arena's socket: one more is turned away", MAX_SESSIONS)
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="arena-client", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        session = Session()
+        try:
+            self._talk(connection, session)
+        except (OSError, DecodeError, EOFError) as error:
+            log.debug("connection to the arena's socket ends: %s", error)
+        except Exception:
+            log.exception("fault in a call on the arena's socket")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+            self._service.end_session(session)
+
+    def _talk(self, connection: socket.socket, session: Session) -> None:
+        attached = False
+        while True:
+            connection.settimeout(None)
+            first = connection.recv(1)
+            if not first:
+                return
+            connection.settimeout(_STALL)
+            length, number = _HEAD.unpack(first + _receive(connection, _HEAD.size - 1))
+            if not 1 <= length <= MAX_MESSAGE_BYTES or number not in self._methods or attached == (number == _ATTACH):
+                raise EOFError(f"malformed or untimely call {number} of {length} bytes")
+            request_type, method, takes_session = self._methods[number]
+            request = request_type.FromString(_receive(connection, length - 1))
+            arguments: list[Any] = [request, session] if takes_session else [request]
+            try:
+                reply = method(*arguments).SerializeToString()
+            except CallError as error:
+                text = str(error).encode()
+                connection.sendall(_HEAD.pack(1 + len(text), CODES[type(error)].value[0]) + text)
+                continue
+            message = _HEAD.pack(1 + len(reply), grpc.StatusCode.OK.value[0]) + reply
+            if number == _ATTACH:
+                memory = self._service.store.arena.memory
+                sent = socket.send_fds(connection, [message], [memory.readable, memory.writable])
+                connection.sendall(message[sent:])
+                attached = True
+            else:
+                connection.sendall(message)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Exactly `size` bytes. Raises `EOFError`, `OSError`."""
+    data = bytearray(size)
+    view = memoryview(data)
+    done = 0
+    while done < size:
+        got = connection.recv_into(view[done:])
+        if not got:
+            raise EOFError("the client closed its connection within a message")
+        done += got
+    return bytes(data)
