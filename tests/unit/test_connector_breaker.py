@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cachesvc.connector.breaker import Breaker, State
 from cachesvc.connector.options import CacheOptions
 
+LOADED_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OPTIONS = CacheOptions(breaker_failures=3, breaker_first_s=1.0, breaker_max_s=16.0, probe_max_s=4.0)
 
 
@@ -108,6 +109,7 @@ def test_an_opening_while_a_probe_is_out_keeps_its_pause() -> None:
     assert breaker.state is State.OPEN and breaker.probe_in() == 1.0
 
 
+@settings(LOADED_MACHINE)
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 2000))
 def test_no_pause_is_too_long_or_vanishes(jitter: float, probes: int) -> None:
     breaker = Breaker(OPTIONS, Clock(), lambda: jitter)
@@ -190,5 +192,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert wait is None or wait <= 16.0
 
 
-AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(LOADED_MACHINE, max_examples=100, stateful_step_count=40)
 TestAnyOrder = AnyOrder.TestCase

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.connector.buffers import LoadBuffers, Slots
@@ -27,10 +27,12 @@ from cachesvc.rpc.address import ADDRESS_ENV, client_address, default_address, p
 
 KEYS = [bytes([i]) * 16 for i in range(64)]
 ATTACHMENT = Attachment(1, b"b" * 16, 16384, 1 << 26, 1 << 21, 600_000, ("agent",))
+LOADED_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Memory
 
 
+@settings(LOADED_MACHINE)
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard"]), st.lists(st.sampled_from(KEYS[:12]), max_size=5))))
 def test_known_keys_are_the_most_recent_ones(steps: list[tuple[str, list[bytes]]]) -> None:
     known, model = KnownKeys(5), list[bytes]()
@@ -65,7 +67,7 @@ def test_failed_keys_cut_a_match_short_for_a_while() -> None:
 # Buffers
 
 
-@settings(max_examples=50)
+@settings(LOADED_MACHINE, max_examples=50)
 @given(st.integers(1, 20_000), st.integers(0, 9), st.lists(st.integers(0, 12), max_size=12))
 def test_slots_are_never_handed_out_twice(size: int, count: int, wishes: list[int]) -> None:
     slots = Slots(size, count)
@@ -172,7 +174,7 @@ OUTCOMES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(LOADED_MACHINE, max_examples=60)
 @given(
     slots=st.integers(1, 6),
     batch=st.integers(1, 4),
@@ -221,7 +223,7 @@ def a_pass(tokens: Any, **more: Any) -> Pass:
     return Pass(tokens, PrefixHasher(Namespace("m", "1", "uint8")), traffic_class="agent", **more)
 
 
-@settings(max_examples=40)
+@settings(LOADED_MACHINE, max_examples=40)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=6), st.integers(0, 10))
 def test_tokens_added_in_any_pieces_give_the_same_keys(pieces: list[int], hash_every: int) -> None:
     whole = list(range(sum(pieces)))
