@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 from cachesvc.connector.options import CacheOptions
+from cachesvc.engine.__main__ import main
 from cachesvc.engine.convert import ensure_model
 from cachesvc.engine.demo_report import DemoResult, KillResult, TurnResult
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def demo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cachesvc.engine", "demo", *arguments],
         capture_output=True,
         text=True,
         timeout=500,
         cwd=cwd,
-        env={**os.environ, "COLUMNS": "100", **environment},
+        env={**os.environ, "COLUMNS": "100"},
         check=False,
     )
 
@@ -37,10 +38,10 @@ def blocks(tokens: int) -> int:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Three short turns with pages that do not divide a block; the daemon is killed in the second."""
+    """Two turns with pages that do not divide a block; the daemon is killed in the second."""
     ensure_model()
     place = tmp_path_factory.mktemp("demo")
-    arguments = ("--turns", "3", "--max-new-tokens", "8", "--page-size", "48", "--kill-at-turn", "2")
+    arguments = ("--turns", "2", "--max-new-tokens", "8", "--page-size", "48", "--kill-at-turn", "2")
     result = demo("--json", *arguments, "--store", str(place / "store"), cwd=place)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
@@ -51,7 +52,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 
 def test_every_round_gives_the_same_words(played: tuple[dict[str, Any], Path]) -> None:
     result, _ = played
-    assert [turn["identical"] for turn in result["turns"]] == [True] * 3
+    assert [turn["identical"] for turn in result["turns"]] == [True] * 2
     assert result["totals"]["identical"] is True
     assert all(0 < turn["output_tokens"] <= 8 for turn in result["turns"])
 
@@ -101,29 +102,43 @@ def test_the_store_is_kept_and_nothing_runs_on(played: tuple[dict[str, Any], Pat
         (("--store", "file"), "is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "file").touch()
-    result = demo(*arguments, cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert message in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    monkeypatch.chdir(tmp_path)
+    code = main(["demo", *arguments])
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    assert message in output.err.splitlines()[-1]
 
 
-def test_a_daemon_that_cannot_start_is_reported_before_anything_is_computed(tmp_path: Path) -> None:
+def test_a_daemon_that_cannot_start_is_reported_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ensure_model()
-    result = demo("--turns", "1", cwd=tmp_path, CACHESVC_CONFIG=str(tmp_path / "missing.toml"))
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "the daemon did not start" in result.stderr
-    assert "turn  1" not in result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("CACHESVC_CONFIG", str(tmp_path / "missing.toml"))
+    code = main(["demo", "--turns", "1"])
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    assert "the daemon did not start" in output.err
+    assert "missing.toml" in output.err
+    assert "turn  1" not in output.err
 
 
-def test_a_model_directory_that_is_taken_is_one_line(tmp_path: Path) -> None:
+def test_a_model_directory_that_is_taken_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    result = demo("--turns", "1", cwd=tmp_path, CACHESVC_MODEL_DIR=str(tmp_path))
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "neither a complete checkpoint" in result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("CACHESVC_MODEL_DIR", str(tmp_path))
+    code = main(["demo", "--turns", "1"])
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    assert "neither a complete checkpoint" in output.err
 
 
 def turn(tokens: int, hit: int, ttft: float, *answer: int) -> TurnResult:
