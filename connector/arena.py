@@ -50,7 +50,7 @@ class Arena:
         """Connects and maps. Raises `ArenaUnavailable`."""
         self._path = path
         self._attach = attach
-        self._boot_id = boot_id
+        self.boot_id = boot_id
         self._lock = threading.Lock()
         self._own = threading.local()
         self._connections: set[socket.socket] = set()
@@ -122,8 +122,8 @@ class Arena:
                 raise EOFError("the daemon closed the connection")
             try:
                 reply = _read_reply(connection, "Attach", deadline, first)
-                if reply.boot_id != self._boot_id or len(descriptors) != 2:
-                    raise NotAttached(f"{self._path} belongs to boot {reply.boot_id.hex()}, not {self._boot_id.hex()}")
+                if reply.boot_id != self.boot_id or len(descriptors) != 2:
+                    raise NotAttached(f"{self._path} belongs to boot {reply.boot_id.hex()}, not {self.boot_id.hex()}")
             except BaseException:
                 _close_all(descriptors)
                 raise

@@ -542,3 +542,14 @@ def test_many_engines_and_a_daemon_that_comes_and_goes(daemon: Daemon, make_cach
         assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
     with Client(daemon.address) as client:
         eventually(lambda: client.report().staged_bytes == 0, 90)
+
+
+def test_attaching_again_to_the_same_boot_keeps_the_arena_that_calls_are_using(
+    daemon: Daemon, make_cache: Make
+) -> None:
+    cache = make_cache(daemon)
+    assert cache.ready(BOUND)
+    arena = cache._client._arena
+    assert arena is not None and cache.ready(BOUND) and cache._client._arena is arena
+    daemon.restart()
+    assert cache.ready(BOUND) and cache._client._arena not in (None, arena)
