@@ -98,5 +98,6 @@ class CacheOptions:
         }
         for option in fields(self):
             value = getattr(self, option.name)
-            if value < 0 or (value == 0 and option.name not in may_be_zero):
-                raise ValueError(f"{option.name} is {value}; it must be {'0 or more' if value < 0 else 'positive'}")
+            zero = option.name in may_be_zero
+            if value < 0 or (value == 0 and not zero):
+                raise ValueError(f"{option.name} is {value}; it must be {'0 or more' if zero else 'positive'}")
