@@ -6,8 +6,11 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -15,7 +18,7 @@ from cachesvc.engine.errors import EngineError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 when all answers agree, 1 when they do not, 2 when something is missing or wrong, 130 on Ctrl-C."""
+    """Exit code: 0 all answers agree, 1 they do not, 2 something is missing or wrong, 130 Ctrl-C, 143 SIGTERM."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     # Read when torch is loaded. By default its threads spin while they wait for each other, which makes everything many
@@ -32,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         store=options.store,
         kill_at_turn=options.kill_at_turn,
     )
+    # An orderly end on SIGTERM too: the daemon and its temporary store must not outlive us.
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         result = Demo(settings, console).run()
     except (EngineError, OSError) as error:
@@ -40,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if options.json:
         print(json.dumps(result.to_json(), indent=1))
     else:
@@ -48,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         for line in result.summary():
             out.print(line, highlight=False)
     return 0 if result.identical else 1
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

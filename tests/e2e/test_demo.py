@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "COLUMNS": "100"},
         check=False,
     )
+
+
+def running_with(text: str) -> list[str]:
+    """Command lines of the processes that mention `text`."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_bytes().decode(errors="replace"))
+        except OSError:
+            continue  # It ended meanwhile.
+    return [line for line in lines if text in line]
 
 
 def blocks(tokens: int) -> int:
@@ -83,11 +96,34 @@ def test_a_daemon_killed_while_loading_changes_no_word(played: tuple[dict[str, A
 def test_the_store_is_kept_and_nothing_runs_on(played: tuple[dict[str, Any], Path]) -> None:
     store = played[1] / "store"
     assert any(store.rglob("*.seg"))
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            assert str(store) not in process.read_bytes().decode(errors="replace")
-        except OSError:
-            continue  # It ended meanwhile.
+    assert running_with(str(store)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_demo_that_is_told_to_stop_takes_its_daemon_along(tmp_path: Path, number: signal.Signals) -> None:
+    ensure_model()
+    (tmp_path / "t").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cachesvc.engine", "demo"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "t")},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not any((tmp_path / "t").glob("*/daemon.sock")):  # Then it computes the first turn, for seconds.
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in said
+    assert running_with(str(tmp_path)) == []
+    assert list((tmp_path / "t").iterdir()) == []
 
 
 @pytest.mark.parametrize(
