@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -42,7 +44,8 @@ class Daemon:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "cachesvc", "serve", "--store", str(self.store)),
-                    *("--socket", str(self.socket), "--listen", "", "--metrics", "", *self.arguments),
+                    *("--socket", str(self.socket), "--listen", "", "--metrics", "", "--arena-bytes", "256MiB"),
+                    *self.arguments,
                 ],
                 stdout=log,
                 stderr=log,
@@ -223,8 +226,18 @@ def make_payloads(count: int, size: int, seed: int = 0) -> list[bytes]:
 
 
 @pytest.fixture
-def namespace() -> Namespace:
-    return Namespace(model="test-model", revision="1", dtype="float32", layout={"test": True})
+def namespace(request: pytest.FixtureRequest) -> Namespace:
+    """One of its own for each test, so that tests can share a daemon."""
+    return Namespace(model="test-model", revision=request.node.nodeid, dtype="float32", layout={"test": True})
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A running daemon for tests that neither stop it nor look at totals."""
+    directory = tmp_path_factory.mktemp("shared")
+    daemon = Daemon(directory / "store", tmp_path_factory.mktemp("s") / "s", directory / "daemon.log").start()
+    yield daemon
+    daemon.kill()
 
 
 @pytest.fixture
@@ -278,3 +291,17 @@ def cli_json(*arguments: str) -> dict[str, object]:
     assert result.returncode == 0, result.stderr
     loaded: dict[str, object] = json.loads(result.stdout)
     return loaded
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says what was covered: tests passed by area, and what each area is."""
+    areas = {
+        "unit": "pure logic: keys, configuration, accounting, connector, engine, kernels",
+        "property": "codecs, hashing, slabs and slots against models, by hypothesis",
+        "e2e": "real processes: the wire contract, the demonstration, the README's example",
+        "faults": "kills, frozen and restarted daemons, flipped bits, cut files, full disks",
+    }
+    passed = Counter(Path(report.nodeid).parts[1] for report in terminalreporter.stats.get("passed", []))
+    terminalreporter.section("covered")
+    for area, text in areas.items():
+        terminalreporter.write_line(f"{passed[area]:5d} {area:9s} {text}")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.connector.buffers import LoadBuffers, Slots
-from cachesvc.connector.client import Attachment, Reservation
+from cachesvc.connector.client import Attachment, Match, Reservation
 from cachesvc.connector.errors import CacheError, Unreachable
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
@@ -241,10 +241,10 @@ def test_tokens_added_in_any_pieces_give_the_same_keys(pieces: list[int], hash_e
 def test_a_pass_is_settled_once() -> None:
     late = a_pass([1], wait_s=0.0)
     assert late.take_answer() == Answer(reason="timed out")
-    assert not late.put_answer(Answer(3, Lease(b"l", ATTACHMENT, 3), "hit")) and late.take_lease() is None
+    assert not late.put_answer(Answer(3, Lease(Match(3, b"l"), ATTACHMENT), "hit")) and late.take_lease() is None
     early = a_pass([1], wait_s=60.0)
     assert early.take_answer() is None
-    assert early.put_answer(Answer(3, Lease(b"l", ATTACHMENT, 3), "hit"))
+    assert early.put_answer(Answer(3, Lease(Match(3, b"l"), ATTACHMENT), "hit"))
     assert early.take_lease() is not None and early.take_lease() is None
 
 
