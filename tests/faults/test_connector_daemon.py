@@ -506,7 +506,7 @@ def test_a_damaged_block_is_recomputed_and_stored_again(daemon: Daemon, make_cac
 
 def test_many_engines_and_a_daemon_that_comes_and_goes(daemon: Daemon, make_cache: Make) -> None:
     """Whatever the moment, every loaded byte is right, nothing raises, and in the end everything is hit."""
-    caches = [make_cache(daemon) for _ in range(3)]
+    caches = [make_cache(daemon, shared_memory=shared, save_queue_bytes=32 * SIZE) for shared in (False, True)]
     assert all(cache.ready(BOUND) for cache in caches)
     stop = threading.Event()
     faults: list[BaseException] = []
