@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--json", action="store_true", help="print the result as JSON")
     demo.add_argument("--turns", type=int, metavar="N", help="play only the first N turns")
-    demo.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="length of an answer (default 20)")
+    demo.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="length of an answer (default 16)")
     demo.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
     demo.add_argument("--store", type=Path, metavar="DIR", help="empty directory for the blocks, kept afterwards")
     demo.add_argument(

@@ -41,7 +41,7 @@ class DemoSettings:
     """What can be chosen. `store` None means a temporary directory that is removed at the end."""
 
     turns: int | None = None
-    max_new_tokens: int = 20
+    max_new_tokens: int = 16
     page_size: int = 16
     store: Path | None = None
     kill_at_turn: int | None = None
