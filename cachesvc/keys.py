@@ -15,6 +15,7 @@ disagree never exchange a block. Golden values live in ``tests/vectors/keys.json
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import struct
@@ -144,7 +145,18 @@ class PrefixHasher:
 
     def extend(self, tokens: Tokens) -> None:
         """Appends tokens and makes the keys of the blocks that they complete. Raises `ValueError` as `token_bytes`."""
-        data = self._tail + token_bytes(tokens)
+        self.extend_bytes(token_bytes(tokens))
+
+    def copy(self) -> PrefixHasher:
+        """The same chain at the same place, to be grown apart from this one."""
+        twin = copy.copy(self)
+        twin.keys = self.keys[:]
+        twin._extra = self._extra.copy()
+        return twin
+
+    def extend_bytes(self, tokens: bytes) -> None:
+        """`extend` for what `token_bytes` made."""
+        data = self._tail + tokens
         whole = len(data) - len(data) % self._block_bytes
         for start in range(0, whole, self._block_bytes):
             extra = self._extra.get(len(self.keys), b"")

@@ -6,6 +6,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from cachesvc.keys import PrefixHasher
+
+Seed = tuple[bytes, bytes]
+"""Salt and adapter of a prompt."""
+
 
 class KnownKeys:
     """Keys that are stored or on their way, as far as this client has seen.
@@ -41,6 +46,47 @@ class KnownKeys:
     def clear(self) -> None:
         with self._lock:
             self._keys.clear()
+
+
+class PromptMemory:
+    """Prompts hashed lately, so that a turn that extends one of them hashes only its new tokens.
+
+    Beyond `max_prompts` or `max_bytes` (of tokens, 4 bytes each) the least recently used are forgotten. `seed` stands
+    for everything but the tokens that enters the keys.
+    """
+
+    def __init__(self, max_prompts: int, max_bytes: int) -> None:
+        self._max_prompts = max_prompts
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._prompts: OrderedDict[bytes, tuple[Seed, bytes, PrefixHasher]] = OrderedDict()
+        self._bytes = 0
+
+    def recall(self, seed: Seed, tokens: bytes) -> PrefixHasher | None:
+        """A chain that stands at the end of the longest known beginning of `tokens`."""
+        with self._lock:
+            best = None
+            for key, (known_seed, known, _) in self._prompts.items():
+                longer = best is None or len(known) > len(self._prompts[best][1])
+                if longer and known_seed == seed and tokens.startswith(known):
+                    best = key
+            if best is None:
+                return None
+            self._prompts.move_to_end(best)
+            return self._prompts[best][2].copy()
+
+    def remember(self, seed: Seed, tokens: bytes, hasher: PrefixHasher, instead_of: bytes = b"") -> bytes:
+        """Notes a chain over exactly `tokens`. Returns what to pass as `instead_of` when the prompt has grown."""
+        name = hasher.keys[-1]
+        with self._lock:
+            for old in (instead_of, name):
+                if old in self._prompts:
+                    self._bytes -= len(self._prompts.pop(old)[1])
+            self._prompts[name] = (seed, tokens, hasher.copy())
+            self._bytes += len(tokens)
+            while len(self._prompts) > self._max_prompts or self._bytes > self._max_bytes:
+                self._bytes -= len(self._prompts.popitem(last=False)[1][1])
+        return name
 
 
 class FailedKeys:

@@ -40,6 +40,8 @@ class CacheOptions:
         load_buffers_kept: such buffers kept for the next load; more at a time are made and thrown away.
         lookup_threads, max_lookups: threads that ask for matches, and how many may wait for one. Past it: no hit.
         known_keys: keys remembered as stored, so that they are not gathered again; the least recent are forgotten.
+        known_prompts, known_prompt_bytes: prompts whose hash chain is kept for the turn that extends them, and the
+            bytes of their tokens (4 each); the least recently used are forgotten.
         failed_keys, failed_hit_s: blocks whose load failed, and how long no match reaches over them.
 
     Behaviour:
@@ -71,6 +73,8 @@ class CacheOptions:
     lookup_threads: int = 4
     max_lookups: int = 256
     known_keys: int = 65_536
+    known_prompts: int = 64
+    known_prompt_bytes: int = 32 * MIB
     failed_keys: int = 4096
     failed_hit_s: float = 60.0
 

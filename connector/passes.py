@@ -11,10 +11,14 @@ from dataclasses import dataclass
 
 from cachesvc.connector.client import Attachment, Match
 from cachesvc.connector.loading import Reader
+from cachesvc.connector.memory import PromptMemory, Seed
 from cachesvc.connector.options import HASH_SLICE_TOKENS
-from cachesvc.keys import PrefixHasher, Tokens
+from cachesvc.keys import PrefixHasher, Tokens, token_bytes
 
 logger = logging.getLogger("cachesvc.connector")
+
+_WORTH_REMEMBERING = 512
+"""Bytes of tokens at once: a prompt, or a decoded block, but not every single decoded token."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class Pass:
         traffic_class: str = "",
         local_tokens: int = 0,
         wait_s: float = 0.0,
+        seed: Seed = (b"", b""),
+        memory: PromptMemory | None = None,
     ) -> None:
-        """Without a `hasher` it has no keys and can neither hit nor save."""
+        """Without a `hasher` it has no keys and can neither hit nor save. `memory` may know the prompt's beginning."""
         self.id = os.urandom(16)
         self.prompt_tokens = len(tokens)
         self.traffic_class = traffic_class
@@ -74,7 +80,11 @@ class Pass:
         self.save_goal = 0
         self.save_stopped_by = ""
         self._hasher = hasher
+        self._seed = seed
+        self._memory = memory
+        self._remembered = b""
         self._hashing = threading.Lock()
+        self._hashed = bytearray()  # all tokens whose keys are made, as `token_bytes`
         self._unhashed: list[Tokens] = [_own(tokens)] if hasher else []
 
     @property
@@ -93,15 +103,26 @@ class Pass:
             return False
         try:
             while self._hasher and self._unhashed:
-                tokens = self._unhashed.pop(0)
-                for start in range(0, len(tokens), HASH_SLICE_TOKENS):
-                    self._hasher.extend(tokens[start : start + HASH_SLICE_TOKENS])
+                self._hash_more(self._hasher, self._unhashed.pop(0))
         except ValueError as error:  # the engine's mistake; what comes after has no true key
             self._hasher = None
             logger.error("this prompt is not cached: %s", error)
         finally:
             self._hashing.release()
         return self._hasher is not None
+
+    def _hash_more(self, hasher: PrefixHasher, tokens: Tokens) -> None:
+        starts = range(0, len(tokens), HASH_SLICE_TOKENS)
+        data = b"".join(token_bytes(tokens[start : start + HASH_SLICE_TOKENS]) for start in starts)
+        known = self._memory.recall(self._seed, data) if self._memory and not self._hashed else None
+        if known is not None:
+            self._hasher = hasher = known
+        self._hashed += data
+        for start in range(4 * hasher.num_tokens, len(self._hashed), 4 * HASH_SLICE_TOKENS):
+            hasher.extend_bytes(bytes(self._hashed[start : start + 4 * HASH_SLICE_TOKENS]))
+        if self._memory and hasher.keys and len(data) >= _WORTH_REMEMBERING:
+            whole = bytes(self._hashed)
+            self._remembered = self._memory.remember(self._seed, whole, hasher, instead_of=self._remembered)
 
     def put_answer(self, answer: Answer) -> bool:
         """For the look-up. False when nobody wants the answer any more: its lease is then the caller's to release."""

@@ -16,7 +16,7 @@ from cachesvc.connector.client import Attachment, Client, Match, Replies
 from cachesvc.connector.errors import BadChecksum, BlockMissing, CacheError, LeaseLost, NotAttached, TimedOut
 from cachesvc.connector.link import Link
 from cachesvc.connector.loading import BlockReader, Reader, SlotReader
-from cachesvc.connector.memory import FailedKeys, KnownKeys
+from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
 from cachesvc.connector.staging import Saver
@@ -65,6 +65,7 @@ class PrefixCache(BasePrefixCache):
         self._closed = False
         self._counters = Counters()
         self._known = KnownKeys(options.known_keys)
+        self._prompts = PromptMemory(options.known_prompts, options.known_prompt_bytes)
         self._failed = FailedKeys(options.failed_keys, options.failed_hit_s, time.monotonic)
         self._buffers = LoadBuffers(payload_bytes, options.load_batch_bytes, options.load_buffers_kept)
         self._lock = threading.Lock()
@@ -104,6 +105,8 @@ class PrefixCache(BasePrefixCache):
             traffic_class=traffic_class or self._traffic_class,
             local_tokens=local_tokens,
             wait_s=self.options.match_deadline_s,
+            seed=(salt, adapter),
+            memory=None if extra else self._prompts,
         )
         self._counters.add(lookups=1, input_tokens=len(tokens))
         if self._link.current() is None or not self._lookups.submit(partial(self._look_up, p)):
