@@ -26,6 +26,9 @@ from cachesvc.limits import MAX_PAYLOAD_BYTES, GiB, MiB
 from cachesvc.record import PAGE
 from cachesvc.rpc.address import MAX_SOCKET_PATH_BYTES, default_socket_path
 
+ARENA_SUFFIX: Final = ".arena"
+"""What follows the socket's path in the path of the arena's socket."""
+
 _SIZE_UNITS: Final = {"": 1, "b": 1} | {
     name: base**power
     for power, letter in enumerate("kmgt", 1)
@@ -107,8 +110,9 @@ class Config(BaseSettings):
     @field_validator("socket")
     @classmethod
     def _check_socket(cls, value: Path) -> Path:
-        if len(os.fsencode(value.absolute())) > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(f"path of {len(os.fsencode(value))} bytes; a Unix socket allows {MAX_SOCKET_PATH_BYTES}")
+        limit = MAX_SOCKET_PATH_BYTES - len(ARENA_SUFFIX)
+        if len(os.fsencode(value.absolute())) > limit:
+            raise ValueError(f"path of {len(os.fsencode(value.absolute()))} bytes; {limit} are possible")
         return value
 
     @field_validator("arena_policy")

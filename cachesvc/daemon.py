@@ -13,7 +13,7 @@ from types import FrameType
 from cachesvc import __version__
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock, OffsetFileClock, SystemClock
-from cachesvc.config import Config, arena_of, budget_of
+from cachesvc.config import ARENA_SUFFIX, Config, arena_of, budget_of
 from cachesvc.limits import HOUSEKEEPING_SECONDS
 from cachesvc.metrics import serve_metrics
 from cachesvc.server.grpc import GrpcServer
@@ -53,7 +53,7 @@ def serve(config: Config) -> None:
         clock=clock,
     )
     try:
-        arena_socket = config.socket.absolute().with_name(config.socket.name + ".arena")
+        arena_socket = config.socket.absolute().with_name(config.socket.name + ARENA_SUFFIX)
         service = Service(store, classes, clock, arena_socket=str(arena_socket))
         server = GrpcServer(service, socket=config.socket, listen=config.listen, workers=config.workers)
         local = LocalServer(service, arena_socket)

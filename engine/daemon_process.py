@@ -13,6 +13,9 @@ from cachesvc.engine.errors import DemoError
 
 _STOP_TIMEOUT_S: Final = 60.0
 
+_ARENA_BYTES: Final = "1GiB"
+"""Holds the whole conversation; the default, a share of the free memory, would take longer to make resident."""
+
 
 class DaemonProcess:
     """Starts and stops one daemon on `store`; its socket and its log lie in `directory`."""
@@ -34,6 +37,7 @@ class DaemonProcess:
     def start(self) -> None:
         """Starts the process; does not wait until it answers."""
         options = ["--store", str(self._store), "--socket", str(self._socket), "--listen", "", "--metrics", ""]
+        options += ["--arena-bytes", _ARENA_BYTES]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cachesvc.cli.main", "serve", *options],

@@ -158,7 +158,10 @@ class Demo:
     def _daemon_cache(self, daemon: DaemonProcess) -> Iterator[PrefixCache]:
         """A started daemon, and a connector of ours that has reached it."""
         daemon.start()
-        cache = PrefixCache(self._namespace, self._payload_bytes, address=daemon.address)
+        try:
+            cache = PrefixCache(self._namespace, self._payload_bytes, address=daemon.address)
+        except ValueError as error:  # the path of the temporary directory is too long for a socket
+            raise DemoError(f"{error}; set TMPDIR") from error
         try:
             self._wait_for(daemon, cache)
             yield cache

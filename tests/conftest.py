@@ -44,7 +44,7 @@ class Daemon:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "cachesvc", "serve", "--store", str(self.store)),
-                    *("--socket", str(self.socket), "--listen", "", "--metrics", "", "--arena-bytes", "256MiB"),
+                    *("--socket", str(self.socket), "--listen", "", "--metrics", "", "--arena-bytes", "128MiB"),
                     *self.arguments,
                 ],
                 stdout=log,

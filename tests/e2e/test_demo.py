@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -100,8 +102,9 @@ def test_the_store_is_kept_and_nothing_runs_on(played: tuple[dict[str, Any], Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_demo_that_is_told_to_stop_takes_its_daemon_along(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_demo_that_is_told_to_stop_takes_its_daemon_along(number: signal.Signals) -> None:
     ensure_model()
+    tmp_path = Path(tempfile.mkdtemp(prefix="t"))  # short, for a socket is made in it
     (tmp_path / "t").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "cachesvc.engine", "demo"],
@@ -124,6 +127,23 @@ def test_a_demo_that_is_told_to_stop_takes_its_daemon_along(tmp_path: Path, numb
     assert "Traceback" not in said
     assert running_with(str(tmp_path)) == []
     assert list((tmp_path / "t").iterdir()) == []
+    shutil.rmtree(tmp_path)
+
+
+def test_a_temporary_directory_too_long_for_a_socket_is_one_line(tmp_path: Path) -> None:
+    ensure_model()
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-m", "cachesvc.engine", "demo"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TMPDIR": str(long)},
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "TMPDIR" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

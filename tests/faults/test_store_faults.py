@@ -188,7 +188,7 @@ def test_random_bit_flips_never_serve_a_wrong_byte(
     filled.stop()
     original = filled.store
     source = random.Random(7)
-    for number in range(12):
+    for number in range(8):
         copy = original.with_name(f"copy{number}")
         shutil.copytree(original, copy)
         (path,) = copy.glob("*/*/*/*.seg")

@@ -59,7 +59,7 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
         ({"classes": {"Agent!": "3d"}}, ["classes", "'Agent!'"]),
         ({"classes": {"agent": "0s"}}, ["classes", "at least 1 s"]),
         ({"classes": {}}, ["at least one"]),
-        ({"socket": "/" + "x" * 120}, ["socket", "107"]),
+        ({"socket": "/" + "x" * 120}, ["socket", "101"]),
         ({"colour": "red"}, ["colour", "known: store"]),
         ({"log_level": "loud"}, ["log_level", "'loud'"]),
     ],
