@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from cachesvc.errors import InvalidCall, KeySchemeMismatch, StaleAttachment
 from cachesvc.keys import KEY_SCHEME_VERSION, canonical_json, namespace_digest, self_test_vector
-from cachesvc.limits import MAX_ATTACHMENTS, MAX_CLIENT_NAME_BYTES, MAX_NAMESPACE_BYTES, MAX_SHARDS
+from cachesvc.limits import (
+    MAX_ATTACHMENTS,
+    MAX_CLIENT_NAME_BYTES,
+    MAX_MODEL_NAME_BYTES,
+    MAX_NAMESPACE_BYTES,
+    MAX_SHARDS,
+)
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.segments.format import Shape, shape_of
 
@@ -81,7 +87,11 @@ class Attachments:
         try:
             fields = json.loads(text)
             canonical = canonical_json(fields)
-            model, block_tokens, shards = str(fields["model"]), int(fields["block_tokens"]), int(fields["shards"])
+            model, block_tokens, shards = fields["model"], fields["block_tokens"], fields["shards"]
+            if type(model) is not str or len(model.encode()) > MAX_MODEL_NAME_BYTES:
+                raise ValueError(f"model must be a text of at most {MAX_MODEL_NAME_BYTES} bytes")
+            if type(block_tokens) is not int or type(shards) is not int:
+                raise ValueError(f"block_tokens ({block_tokens!r}) and shards ({shards!r}) must be integers")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidCall(f"namespace_json is not the JSON of a namespace: {error!r}") from error
         if canonical != text or not 0 < shards <= MAX_SHARDS or not 0 < block_tokens <= 1 << 20:

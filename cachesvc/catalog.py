@@ -49,7 +49,7 @@ class Catalog:
                 entries: list[Entry] = []
                 for identity in ids[:length]:
                     entry = self._table.get(identity)
-                    if entry is None or entry.shape is not shape or entry.used + entry.traffic_class.ttl <= now:
+                    if entry is None or entry.shape != shape or entry.used + entry.traffic_class.ttl <= now:
                         reason = self._why_not_locked(identity, now)
                         break
                     entries.append(entry)
@@ -69,11 +69,14 @@ class Catalog:
         self._fresh(identity, now)
         return self._ghosts.reason(identity)
 
-    def holds(self, identity: bytes, traffic_class: TrafficClass) -> bool:
-        """Whether the block is stored; refreshes its use time."""
+    def holds(self, identity: bytes, shape: Shape, traffic_class: TrafficClass) -> bool:
+        """Whether the block is stored; refreshes its use time. One of another shape is of no use, and is dropped."""
         with self.lock:
             now = self._clock.now()
             entry = self._fresh(identity, now)
+            if entry is not None and entry.shape != shape:
+                self.drop_locked(identity, entry, MissReason.CORRUPT)
+                entry = None
             if entry is not None:
                 self._touch(identity, entry, traffic_class, now)
         return entry is not None

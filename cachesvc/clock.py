@@ -29,7 +29,7 @@ class SystemClock:
 class OffsetFileClock(SystemClock):
     """The system's time plus the number of seconds that a file holds: lets a test move a running daemon through days.
 
-    A missing, empty or half-written file counts as the last offset that was read.
+    A missing, half-written or absurd content counts as the last offset that was read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,9 @@ class OffsetFileClock(SystemClock):
 
     def now(self) -> float:
         with contextlib.suppress(OSError, ValueError):
-            self._offset = float(self._path.read_text())
+            offset = float(self._path.read_text())
+            if abs(offset) < 1e10:
+                self._offset = offset
         return time.time() + self._offset
 
 

@@ -30,7 +30,7 @@ from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, StoreUnusable, WriteRefused
-from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredSegment
+from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredEntry, StoredSegment
 from cachesvc.index.table import Entry, block_id, split_id
 from cachesvc.limits import MAX_KEPT_SHARE, MAX_OPEN_WRITERS, MAX_READ_BYTES, WRITE_RETRY_SECONDS
 from cachesvc.record import Buffer, RecordHead, check_record
@@ -96,7 +96,14 @@ class DiskTier:
         try:
             self._daemon, self._epoch = next_epoch(path)
             self._index = self._open_index()
-            self._recover()
+            try:
+                known = self._index.segments()
+                entries = list(self._index.entries())
+            except IndexDamaged as error:
+                self._index.close()
+                self._index = self._new_index(error)
+                known, entries = {}, []
+            self._recover(known, entries)
         except OSError as error:
             os.close(self._lock_file)
             raise StoreUnusable(f"store {path}: {error.strerror}; check the directory and its disk") from error
@@ -428,22 +435,25 @@ class DiskTier:
     # ---- inside: opening -----------------------------------------------------------------------------------------
 
     def _open_index(self) -> RocksIndex:
+        try:
+            return RocksIndex(self.path / "index")
+        except IndexDamaged as error:
+            return self._new_index(error)
+
+    def _new_index(self, why: IndexDamaged) -> RocksIndex:
+        """An empty index in place of one that cannot be used; it is filled from the files."""
         path = self.path / "index"
+        log.warning("the index cannot be used and is rebuilt from the segments: %s", why)
+        RocksIndex.destroy(path)
+        self.events["index_rebuilds"] += 1
         try:
             return RocksIndex(path)
-        except IndexDamaged as error:
-            log.warning("the index cannot be used and is rebuilt from the segments: %s", error)
-            RocksIndex.destroy(path)
-            self.events["index_rebuilds"] += 1
-            try:
-                return RocksIndex(path)
-            except IndexDamaged as again:
-                raise StoreUnusable(f"no index can be made in {path}: {again}") from again
+        except IndexDamaged as again:
+            raise StoreUnusable(f"no index can be made in {path}: {again}") from again
 
-    def _recover(self) -> None:
+    def _recover(self, known: dict[str, StoredSegment], entries: list[tuple[bytes, StoredEntry]]) -> None:
         """Fills the table: from the index for segments that it knows as sealed, from the files for all others."""
         started = time.monotonic()
-        known: dict[str, StoredSegment] = self._index.segments()
         self._next_segment = 1 + max((s.number for s in known.values()), default=0)
         trusted: dict[int, Segment] = {}
         unknown: list[Path] = []
@@ -460,7 +470,7 @@ class DiskTier:
                 unknown.append(path)
                 continue
             trusted[stored.number] = self._register(stored.number, path, head, records, size, sealed=True)
-        self._load_entries(trusted)
+        self._load_entries(trusted, entries)
         for done, path in enumerate(unknown, 1):
             self._recover_file(path, known.get(str(path.relative_to(self.path))))
             if done % 100 == 0 or done == len(unknown):
@@ -486,9 +496,9 @@ class DiskTier:
         self._used += size
         return segment
 
-    def _load_entries(self, trusted: dict[int, Segment]) -> None:
+    def _load_entries(self, trusted: dict[int, Segment], entries: list[tuple[bytes, StoredEntry]]) -> None:
         gone: list[bytes] = []
-        for identity, stored in self._index.entries():
+        for identity, stored in entries:
             segment = trusted.get(stored.segment)
             if segment is None or stored.record >= segment.records:
                 gone.append(identity)
@@ -512,12 +522,16 @@ class DiskTier:
     def _recover_file(self, path: Path, stored: StoredSegment | None) -> None:
         try:
             found = read_segment(path)
-            if not found.sealed:
-                found = seal_recovered(path, found)
-                self.events["recovered_segments"] += 1
         except (ForeignFile, OSError) as error:
             self._foreign(path, error)
             return
+        if not found.sealed:
+            self.events["recovered_segments"] += 1
+            try:
+                found = seal_recovered(path, found)
+            except OSError as error:
+                # A full disk must not keep its blocks from being served; the next start scans the file again.
+                log.warning("cannot seal %s: %s", path, error.strerror)
         number = stored.number if stored is not None else self._next_segment
         self._next_segment = max(self._next_segment, number + 1)
         segment = self._register(number, path, found.head, found.records, found.size, sealed=found.sealed)

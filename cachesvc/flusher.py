@@ -93,17 +93,31 @@ class Flusher:
                 if not self._queue:
                     return
                 batch = self._next_batch()
-            try:
-                self.flush(batch, durable=False)
-            except WriteRefused:
+            left = self._flush_what_can_be(batch)
+            if left:
                 with self._wake:
                     if self._stopping:
                         log.warning(
-                            "%d blocks are lost: the disk refuses writes at shutdown", len(batch) + len(self._queue)
+                            "%d blocks are lost: the disk refuses them at shutdown", len(left) + len(self._queue)
                         )
                         return
-                    self._queue.extendleft(reversed(batch))
+                    self._queue.extendleft(reversed(left))
                     self._wake.wait(WRITE_RETRY_SECONDS)
+
+    def _flush_what_can_be(self, batch: list[bytes]) -> list[bytes]:
+        """What the disk refuses now, to be tried again. A block that cannot be written for another reason is lost."""
+        try:
+            self.flush(batch, durable=False)
+        except WriteRefused:
+            return batch
+        except Exception:  # a fault of ours must not end the thread, nor keep the other blocks from the disk
+            log.exception("fault while %d blocks were written", len(batch))
+            if len(batch) > 1:
+                return [left for identity in batch for left in self._flush_what_can_be([identity])]
+            entry = self._catalog.where(batch[0])
+            if entry is not None:
+                self._catalog.drop(batch[0], entry, MissReason.EVICTED)
+        return []
 
     def _next_batch(self) -> list[bytes]:
         batch: list[bytes] = []

@@ -78,6 +78,7 @@ class ReadLease:
     tiers: bytes
     """Where each block lay at the match."""
     pass_id: bytes = b""
+    identity: bytes = b""
     ended: bool = False
     holds: dict[int, Hold] = field(default_factory=dict)
     """Positions in the arena by shard, for clients that map it."""

@@ -14,8 +14,12 @@ MAX_PAYLOAD_BYTES: Final = 64 * MiB
 MAX_CHUNK_BYTES: Final = 2 * MiB
 MAX_NAMESPACE_BYTES: Final = 64 * KiB
 MAX_CLIENT_NAME_BYTES: Final = 256
+MAX_MODEL_NAME_BYTES: Final = 256
 MAX_SHARDS: Final = 1_024
 MAX_CLASS_NAME_BYTES: Final = 32
+
+# Deadline of a call, seconds: a client that never answers must not hold a worker for longer.
+MAX_DEADLINE_SECONDS: Final = 600.0
 
 # One gRPC message: a chunk or a full list of keys, and its framing. Past it: RESOURCE_EXHAUSTED by gRPC itself.
 MAX_MESSAGE_BYTES: Final = MAX_CHUNK_BYTES + 64 * KiB

@@ -153,8 +153,11 @@ class Promoter:
                 self._arena.loaded(slot, found)
                 done += 1
                 self._notify()
-        except BlockUnreadable as error:
-            failure = MissReason.CORRUPT if error.corrupt else MissReason.LOAD_ERROR
+        except Exception as error:  # whatever it is, no reader may wait for ever for slots that nobody fills
+            if not isinstance(error, BlockUnreadable):
+                log.exception("fault while a prefix was brought into the arena")
+            corrupt = isinstance(error, BlockUnreadable) and error.corrupt
+            failure = MissReason.CORRUPT if corrupt else MissReason.LOAD_ERROR
             end = indices[done]
             for slot in slots[done:]:
                 self._arena.load_failed(slot)

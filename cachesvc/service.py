@@ -94,6 +94,10 @@ class Service:
         _check_shard(request.shard, len(attachment.shapes))
         if request.pass_id:
             self._end_pass(request.pass_id)
+        if len(keys) * len(attachment.shapes) > MAX_KEYS:
+            raise InvalidCall(
+                f"{len(keys)} keys of {len(attachment.shapes)} shards are asked; {MAX_KEYS} in all can be"
+            )
         identities = [block_ids(keys, shard) for shard in range(len(attachment.shapes))]
         entries, first_miss = self.store.catalog.match(identities, attachment.shapes, traffic_class)
         matched = len(entries[0])
@@ -122,7 +126,7 @@ class Service:
         lease.expires, reply.lease_ms = self._reads.deadline(request.lease_ms)
         with self._lock:
             try:
-                reply.lease_id = self._reads.add(lease)
+                reply.lease_id = lease.identity = self._reads.add(lease)
             except CallError:
                 self.store.disk.unpin(segments)
                 self.accounting.settle(opened, b"", 0, pb.MissReason.LOAD_ERROR)
@@ -176,6 +180,8 @@ class Service:
             yield pb.GetReply(boot_id=boot_id, index=index, miss=reason)
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        if request.not_loaded not in pb.MissReason.values():
+            raise InvalidCall(f"not_loaded is {request.not_loaded}, which is no MissReason")
         with self._lock:
             lease = self._reads.pop(request.lease_id)
             if lease is not None and lease.session is not None:
@@ -191,13 +197,14 @@ class Service:
         keys = _keys(request.keys)
         _check_shard(request.shard, len(attachment.shapes))
         traffic_class = self._classes.named(request.traffic_class)
-        size = attachment.shapes[request.shard].payload_bytes
         identities = block_ids(keys, request.shard)
         accepts = self.store.accepts_writes()
-        present = [self.store.catalog.holds(identity, traffic_class) for identity in identities]
+        shape = attachment.shapes[request.shard]
+        present = [self.store.catalog.holds(identity, shape, traffic_class) for identity in identities]
         states = bytearray()
         arena = self.store.arena
         lease = WriteLease(0.0, attachment, request.shard, traffic_class, keys, session=session)
+        full = not accepts
         with self._lock:
             for index, identity in enumerate(identities):
                 slot = None
@@ -205,7 +212,8 @@ class Service:
                     states.append(pb.ReserveState.PRESENT)
                 elif identity in self._being_written:
                     states.append(pb.ReserveState.BUSY)
-                elif not accepts or (slot := arena.reserve(identity, size)) is None:
+                elif full or (slot := arena.reserve(identity, shape.payload_bytes)) is None:
+                    full = True  # what follows lies behind a hole in the prefix; room for it is not looked for again
                     states.append(pb.ReserveState.REFUSED)
                     self.events["refused_reservations"] += 1
                 if slot is not None:
@@ -305,6 +313,8 @@ class Service:
         del request
         store = self.store
         census = store.catalog.census()
+        with self._lock:
+            staged = sum(len(s.payload) for lease in self._writes.leases() for s in lease.staged.values())
         reply = pb.ReportReply(
             boot_id=self.boot_id,
             version=__version__,
@@ -315,7 +325,7 @@ class Service:
             blocks=len(store.catalog),
             read_leases=len(self._reads),
             write_leases=len(self._writes),
-            staged_bytes=sum(len(s.payload) for lease in self._writes.leases() for s in lease.staged.values()),
+            staged_bytes=staged,
             attachments=len(self._attachments),
             events=dict(store.events + self.events),
             health=store.disk.health,
@@ -388,7 +398,8 @@ class Service:
         with self._lock:
             lease.ended = True
             holds = list(lease.holds.values())
-            self._passes.pop(lease.pass_id, None)
+            if self._passes.get(lease.pass_id) == lease.identity:
+                del self._passes[lease.pass_id]
         for hold in holds:
             self.store.end(hold)
         self.store.disk.unpin(lease.segments)

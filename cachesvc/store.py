@@ -120,6 +120,8 @@ class Store:
             if self.arena.publish(commit.slot, commit.checksum, verified=commit.verified):
                 entry = Entry(commit.shape, None, 0, commit.checksum, now, now, commit.traffic_class)
                 self.catalog.add(identity, entry)
+            elif self.catalog.where(identity) is None:
+                self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody
             identities.append(identity)
         if durable:
             try:

@@ -50,10 +50,11 @@ def next_epoch(path: Path) -> tuple[str, int]:
     target = path / "STORE.json"
     state: dict[str, Any] = {"format": FORMAT, "daemon": secrets.token_hex(4), "epoch": 0}
     try:
-        state |= json.loads(target.read_text())
+        found = json.loads(target.read_text())
+        state |= {"format": int(found["format"]), "daemon": str(found["daemon"]), "epoch": int(found["epoch"])}
     except FileNotFoundError:
         pass
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         log.warning("%s is damaged and is written anew", target)
     if state["format"] != FORMAT:
         raise StoreUnusable(f"store {path} has format {state['format']}; this build reads {FORMAT}")

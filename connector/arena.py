@@ -6,12 +6,15 @@ twice: once read-only, for loading, and once writable, of which only slots that 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -40,6 +43,50 @@ class ArenaUnavailable(Exception):
     """The arena cannot be mapped from here; says why, for people. Payloads go over gRPC then."""
 
 
+class Session:
+    """One connection. The daemon holds what was leased on it until it closes, and may then give the slots to others.
+
+    `lock` is held while a slot is written and while the session is ended, so that nobody writes after its end.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+        self.ended = False
+        _SESSIONS.add(self)
+
+    def end(self) -> None:
+        """From now on nothing leased on it is good. Marked before the daemon can notice."""
+        with self.lock:
+            self.ended = True
+            with contextlib.suppress(OSError):  # it was not connected any more
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def alive(self) -> bool:
+        """Whether what is leased on it is still held. The daemon closes a connection before it frees its slots."""
+        if self.ended:
+            return False
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+
+_SESSIONS: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: its copies would keep the parent's sessions alive after the parent has died."""
+    for session in list(_SESSIONS):
+        session.connection.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 class Arena:
     """One boot of one daemon. Calls may come from any thread: each has a connection, and so a session, of its own.
 
@@ -53,19 +100,21 @@ class Arena:
         self.boot_id = boot_id
         self._lock = threading.Lock()
         self._own = threading.local()
-        self._connections: set[socket.socket] = set()
+        # Weak: a session ends with the thread that used it, once no lease of it is used any more.
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
         try:
-            self._own.connection, reply, descriptors = self._connect(time.monotonic() + timeout_s)
+            self._own.session, reply, descriptors = self._connect(time.monotonic() + timeout_s)
         except OSError as error:
             raise ArenaUnavailable(f"{path}: {error.strerror or error}") from error
         except CacheError as error:
             raise ArenaUnavailable(f"{path}: {error}") from error
         try:
             read, write = descriptors
+            _check_sealed(read, reply.arena_bytes)
             self._readable = memoryview(mmap.mmap(read, reply.arena_bytes, prot=mmap.PROT_READ))
             self._writable = memoryview(mmap.mmap(write, reply.arena_bytes))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise ArenaUnavailable(f"{path}: the shared memory cannot be mapped: {error}") from error
         finally:
@@ -75,20 +124,28 @@ class Arena:
         """Ends all sessions, and calls that are under way with `Unreachable`."""
         with self._lock:
             self._closed = True
-            connections, self._connections = self._connections, set()
-        for connection in connections:
-            _shut(connection)
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.end()
+
+    @property
+    def session(self) -> Session:
+        """The session of this thread's last call: what it leased is good while it is alive. Raises `Unreachable`."""
+        session: Session | None = getattr(self._own, "session", None)
+        if session is None:
+            raise Unreachable("this thread's session has ended")
+        return session
 
     def call(self, name: str, request: Any, deadline_s: float) -> Any:
         """The reply. Raises `CacheError`; after a call that was not answered in time the session is ended."""
         deadline = time.monotonic() + deadline_s
-        connection = getattr(self._own, "connection", None)
+        session = getattr(self._own, "session", None)
         try:
-            if connection is None:
-                connection, _, descriptors = self._connect(deadline)
+            if session is None or session.ended:
+                session, _, descriptors = self._connect(deadline)
                 _close_all(descriptors)
-                self._own.connection = connection
-            return self._exchange(connection, name, request, deadline)
+                self._own.session = session
+            return self._exchange(session.connection, name, request, deadline)
         except TimeoutError as error:
             self._drop()
             raise TimedOut(f"{name}: no answer from {self._path} within {deadline_s:.3f} s") from error
@@ -109,7 +166,7 @@ class Arena:
             raise BadAnswer(f"slot at {offset} of {size} bytes does not lie in the arena of {len(self._readable)}")
         return offset
 
-    def _connect(self, deadline: float) -> tuple[socket.socket, Any, list[int]]:
+    def _connect(self, deadline: float) -> tuple[Session, Any, list[int]]:
         """A new session: connection, the daemon's reply, and the arena's descriptors for the caller to close."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -127,15 +184,16 @@ class Arena:
             except BaseException:
                 _close_all(descriptors)
                 raise
+            session = Session(connection)
             with self._lock:
                 if self._closed:
                     _close_all(descriptors)
                     raise EOFError("this client is closed")
-                self._connections.add(connection)
+                self._sessions.add(session)
         except BaseException:
             connection.close()
             raise
-        return connection, reply, descriptors
+        return session, reply, descriptors
 
     def _exchange(self, connection: socket.socket, name: str, request: Any, deadline: float) -> Any:
         connection.settimeout(_remaining(deadline))
@@ -144,25 +202,22 @@ class Arena:
 
     def _drop(self) -> None:
         """Ends this thread's session: its next call makes another."""
-        connection, self._own.connection = getattr(self._own, "connection", None), None
-        if connection is not None:
-            with self._lock:
-                self._connections.discard(connection)
-            _shut(connection)
-            connection.close()
+        session, self._own.session = getattr(self._own, "session", None), None
+        if session is not None:
+            session.end()
 
     def _lost(self, name: str, error: Exception, deadline: float) -> CacheError:
         """A broken connection: did the daemon restart (attach again), or is it gone?"""
         if self._closed:
             return Unreachable(f"{name}: this client is closed")
         try:
-            connection, _, descriptors = self._connect(deadline)
+            session, _, descriptors = self._connect(deadline)
         except NotAttached as restarted:
             return restarted
         except (CacheError, OSError, EOFError):
             return Unreachable(f"{name}: {self._path}: {error}")
         _close_all(descriptors)
-        self._own.connection = connection
+        self._own.session = session
         return Unreachable(f"{name}: the daemon closed the connection")
 
 
@@ -209,11 +264,11 @@ def _remaining(deadline: float) -> float:
     return remaining
 
 
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was not connected any more
+def _check_sealed(descriptor: int, size: int) -> None:
+    """Raises `ValueError` for memory that is smaller than said, or could be cut under us, which ends a process."""
+    actual = os.fstat(descriptor).st_size
+    if actual < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError(f"{actual} bytes of {size} are there, or its size is not sealed")
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from cachesvc.connector.arena import NO_SLOT, Arena, ArenaUnavailable, slot_positions
-from cachesvc.connector.errors import BadAnswer, NotAttached, Rejected, Unreachable, from_rpc_error
+from cachesvc.connector.arena import NO_SLOT, Arena, ArenaUnavailable, Session, slot_positions
+from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
 from cachesvc.rpc import cache_pb2 as pb
@@ -67,6 +67,7 @@ class Match:
     lease_id: bytes  # empty when nothing is leased
     ends: float = 0.0  # when the lease may end at the earliest, by `time.monotonic`
     arena: Arena | None = None  # where payloads lie, when they are not to be fetched
+    session: Session | None = None  # on which the lease was taken: it is good as long as that lives
     slots: Sequence[int] = ()  # positions in it by block, or NO_SLOT: not there yet
     checksums: Sequence[int] = ()  # of those bytes that the reader must check himself, else 0
 
@@ -82,7 +83,9 @@ class Replies(Protocol):
 class Reservation:
     states: bytes  # one pb.ReserveState per key
     lease_id: bytes
+    ends: float = 0.0  # when the lease may end at the earliest, by `time.monotonic`
     arena: Arena | None = None
+    session: Session | None = None
     slots: Sequence[int] = ()  # positions in it by key, or NO_SLOT
 
 
@@ -186,7 +189,7 @@ class Client:
             return Match(reply.matched_blocks, reply.lease_id, ends)
         slots = slot_positions(reply.slots, reply.matched_blocks, "Match")
         checksums = slot_positions(reply.checksums, reply.matched_blocks, "Match")
-        return Match(reply.matched_blocks, reply.lease_id, ends, arena, slots, checksums)
+        return Match(reply.matched_blocks, reply.lease_id, ends, arena, arena.session, slots, checksums)
 
     def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[list[int], list[int], int]:
         """Positions and checksums (see `Match`) of blocks that are ready by then; why the next one never will be."""
@@ -222,23 +225,28 @@ class Client:
             traffic_class=traffic_class,
             lease_ms=attachment.lease_ms(self._options.write_lease_s),
         )
-        arena = self._arena
+        arena, asked = self._arena, time.monotonic()
         reply = self._call("Reserve", request, self._options.save_deadline_s, attachment, arena=arena)
         if len(reply.states) != len(keys) or (pb.GRANTED in reply.states and len(reply.lease_id) != LEASE_BYTES):
             raise BadAnswer(f"Reserve: {len(reply.states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
-        if arena is None:
-            return Reservation(reply.states, reply.lease_id)
+        ends = asked + reply.lease_ms / 1000
+        if arena is None or not reply.lease_id:
+            return Reservation(reply.states, reply.lease_id, ends)
         slots = slot_positions(reply.slots, len(keys), "Reserve")
-        return Reservation(reply.states, reply.lease_id, arena, slots)
+        return Reservation(reply.states, reply.lease_id, ends, arena, arena.session, slots)
 
     def put(self, attachment: Attachment, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
         """Copies (index, payload) pairs into the arena, or sends them in chunks."""
-        if reservation.arena is not None:
+        if reservation.arena is not None and reservation.session is not None:
             for index, payload in payloads:
                 position = reservation.slots[index]
                 if position == NO_SLOT:
                     raise BadAnswer("Reserve: a key was granted without a slot")
-                copy(reservation.arena.writable(position, payload.nbytes), payload)
+                target = reservation.arena.writable(position, payload.nbytes)
+                with reservation.session.lock:
+                    if reservation.session.ended or time.monotonic() >= reservation.ends:
+                        raise LeaseLost("Put: the write lease ended while its slots were being filled")
+                    copy(target, payload)
             return
         chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
         reply = self._call("Put", chunks, self._options.save_deadline_s, attachment)

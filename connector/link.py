@@ -138,7 +138,8 @@ class Link:
     def _attach(self) -> None:
         try:
             attachment = self._client.attach(self._namespace_json, self._payload_bytes)
-        except CacheError as error:
+        except Exception as fault:  # noqa: BLE001  a daemon's nonsense must not end the only thread that connects
+            error = fault if isinstance(fault, CacheError) else CacheError(f"Attach: {fault!r}")
             refused = isinstance(error, Rejected)
             with self._changed:
                 self._breaker.probe_failed(self._options.refused_retry_s if refused else None)

@@ -97,6 +97,9 @@ class BlockReader:
             except grpc.RpcError as error:
                 self.error = from_rpc_error(error, "Get")
                 return
+            except RuntimeError as error:  # the system has no thread for the stream
+                self.error = CacheError(f"Get: {error}")
+                return
             yield payload
 
     def _blocks(self) -> Iterator[memoryview]:
@@ -172,7 +175,8 @@ class SlotReader:
         self.cancelled = True
 
     def still_good(self) -> bool:
-        if time.monotonic() < self._match.ends:
+        session = self._match.session
+        if time.monotonic() < self._match.ends and session is not None and session.alive:
             return True
         self.error = LeaseLost("the lease ended while its blocks were being read")
         return False
@@ -187,8 +191,6 @@ class SlotReader:
                     self._arrived = time.monotonic()
                     yield index, payloads
                     index += len(payloads)
-                elif time.monotonic() >= self._deadline:
-                    raise TimedOut(f"Load: block {index} did not come in time")
         except CacheError as error:
             self.error = error
 
@@ -199,6 +201,8 @@ class SlotReader:
         checksums = list(self._match.checksums[index : index + count])
         ready = slots.index(NO_SLOT) if NO_SLOT in slots else count
         if not ready:
+            if time.monotonic() >= self._deadline:
+                raise TimedOut(f"Load: block {index} did not come in time")
             wait_s = max(0.0, min(_WAIT_S, self._deadline - time.monotonic()))
             slots, checksums, miss = self._load(first=index, count=count, wait_s=wait_s)
             ready = slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)

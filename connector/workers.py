@@ -35,8 +35,14 @@ class Workers:
             self._jobs.append(job)
             if self._running + len(self._jobs) > len(self._threads) < self._wanted:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no thread for us: the others do it, if there are any
+                    if not self._threads:
+                        self._jobs.pop()
+                        return False
+                else:
+                    self._threads.append(thread)
             self._changed.notify()
         return True
 

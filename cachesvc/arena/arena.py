@@ -238,7 +238,11 @@ class Arena:
                 self._evict(slot)
                 return True
             first.append(slot)
+        seen: set[int] = set()
         for slot in first:
+            if self._slabs.number(slot.offset) in seen:
+                continue
+            seen.add(self._slabs.number(slot.offset))
             slab = [self._at[offset] for offset in self._slabs.neighbours(slot.offset)]
             if all(map(self._evictable, slab)):
                 for neighbour in slab:

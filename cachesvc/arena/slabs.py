@@ -79,6 +79,10 @@ class Slabs:
             del self._slabs[number]
             self._free_slabs.append(number)
 
+    def number(self, offset: int) -> int:
+        """Of the slab in which `offset` lies."""
+        return offset // self.slab_bytes
+
     def neighbours(self, offset: int) -> frozenset[int]:
         """All taken slots of the slab in which `offset` lies: what must go for the slab to become free."""
         return frozenset(self._slabs[offset // self.slab_bytes].taken)

@@ -13,6 +13,7 @@ recorded as sealed has all its blocks recorded.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,8 @@ from rocksdict import Options, Rdict, WriteBatch
 
 from cachesvc.index.table import Entry
 from cachesvc.segments.segment import Segment
+
+log = logging.getLogger("cachesvc.store")
 
 _VERSION: Final = b"1"
 _ENTRY: Final = struct.Struct("<IIQQQB")
@@ -80,16 +83,22 @@ class RocksIndex:
     def segments(self) -> dict[str, StoredSegment]:
         """Segments by path relative to the store."""
         found = {}
-        for key, value in self._scan(b"s"):
-            fields = json.loads(value)
-            found[fields["path"]] = StoredSegment(_NUMBER.unpack(key[1:])[0], fields["sealed"], fields["size"])
+        try:
+            for key, value in self._scan(b"s"):
+                fields = json.loads(value)
+                found[fields["path"]] = StoredSegment(_NUMBER.unpack(key[1:])[0], fields["sealed"], fields["size"])
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise IndexDamaged(f"a segment's entry is not understood: {error!r}") from error
         return found
 
     def entries(self) -> Iterator[tuple[bytes, StoredEntry]]:
         """All blocks, in no useful order."""
         for key, value in self._scan(b"b"):
-            segment, record, checksum, created, used, touched = _ENTRY.unpack_from(value)
-            name = value[_ENTRY.size :].decode()
+            try:
+                segment, record, checksum, created, used, touched = _ENTRY.unpack_from(value)
+                name = value[_ENTRY.size :].decode()
+            except (ValueError, struct.error) as error:
+                raise IndexDamaged(f"a block's entry is not understood: {error!r}") from error
             yield key[1:], StoredEntry(segment, record, checksum, created / 1e6, used / 1e6, bool(touched), name)
 
     def write(
@@ -130,15 +139,25 @@ class RocksIndex:
             raise IndexDamaged(str(error)) from error
 
     def close(self) -> None:
-        self._db.close()
+        """Never raises: what did not reach the index is in the files."""
+        try:
+            self._db.close()
+        except Exception as error:  # noqa: BLE001  as above
+            log.warning("the index was not closed cleanly: %s", error)
 
     def _scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        cursor = self._db.iter()
         try:
-            # In raw mode keys and values are bytes, which rocksdict's type hints do not know.
-            for item in self._db.items(from_key=prefix):
-                key, value = cast("tuple[bytes, bytes]", item)
+            cursor.seek(prefix)
+            while cursor.valid():
+                # In raw mode keys and values are bytes, which rocksdict's type hints do not know.
+                key, value = cast("tuple[bytes, bytes]", (cursor.key(), cursor.value()))
                 if not key.startswith(prefix):
-                    return
+                    break
                 yield key, value
+                cursor.next()
+            cursor.status()  # a damaged block ends a scan like the end of the data does; only this tells them apart
         except Exception as error:
             raise IndexDamaged(str(error)) from error
+        finally:
+            del cursor  # an iterator keeps the database's files open, also after close

@@ -17,7 +17,7 @@ import functools
 import json
 import struct
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
 
@@ -36,8 +36,7 @@ class ForeignFile(Exception):
     """The file is not a segment of this version, or its header is damaged. Never deleted, never served."""
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a reader expects of a block besides its key."""
 
     namespace: str

@@ -24,7 +24,7 @@ from cachesvc.errors import (
     LimitReached,
     StaleAttachment,
 )
-from cachesvc.limits import MAX_MESSAGE_BYTES, MAX_QUEUED_CALLS
+from cachesvc.limits import MAX_DEADLINE_SECONDS, MAX_MESSAGE_BYTES, MAX_QUEUED_CALLS
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc import cache_pb2_grpc as pb_grpc
 from cachesvc.service import Service
@@ -88,8 +88,9 @@ class CacheServicer(pb_grpc.CacheServicer):
 def _call(method: Callable[[Request], Reply], request: Request, context: grpc.ServicerContext) -> Reply:
     # gRPC reports "no deadline" as None or, in some versions, as a time of many years.
     remaining = context.time_remaining()
-    if remaining is None or remaining > 10 * 365 * 86_400:
-        _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no deadline; every call needs one")
+    if remaining is None or remaining > MAX_DEADLINE_SECONDS:
+        text = f"the call has no deadline, or one over {MAX_DEADLINE_SECONDS:.0f} s; every call needs one"
+        _abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
     try:
         return method(request)
     except CallError as error:

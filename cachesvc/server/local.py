@@ -5,11 +5,13 @@ gRPC cannot carry descriptors and costs five times as much per call on one host.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +34,9 @@ _ATTACH: Final = 1
 # Seconds that a client may take to send the rest of a message it began, or to take a reply.
 _STALL: Final = 10.0
 
+# Seconds between tries to accept when the system has no descriptors or memory left.
+_ACCEPT_RETRY: Final = 0.1
+
 
 class LocalServer:
     """One thread per connection; at `MAX_SESSIONS` a new connection is closed at once."""
@@ -51,6 +56,7 @@ class LocalServer:
             8: (pb.ReportRequest, service.report, False),
         }
         self._connections: set[socket.socket] = set()
+        self._stopping = False
         self._lock = threading.Lock()
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -63,18 +69,24 @@ class LocalServer:
 
     def stop(self) -> None:
         """Closes all connections and removes the socket."""
+        self._stopping = True
         self._listener.close()
         self.path.unlink(missing_ok=True)
         with self._lock:
             for connection in self._connections:
-                connection.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # stopped
+            except OSError as error:
+                if self._stopping:
+                    return
+                log.warning("the arena's socket cannot accept a client now: %s", error.strerror)
+                time.sleep(_ACCEPT_RETRY)
+                continue
             with self._lock:
                 full = len(self._connections) >= MAX_SESSIONS
                 if not full:
@@ -83,7 +95,13 @@ class LocalServer:
                 log.warning("%d clients are connected to the arena's socket: one more is turned away", MAX_SESSIONS)
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="arena-client", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="arena-client", daemon=True).start()
+            except RuntimeError as error:  # no thread can be had
+                log.warning("the arena's socket cannot serve a client now: %s", error)
+                with self._lock:
+                    self._connections.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         session = Session()
@@ -96,8 +114,11 @@ class LocalServer:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+            # In this order: a client looks at its connection to know whether its slots are still its own. At shutdown
+            # they are not given to anybody any more.
             connection.close()
-            self._service.end_session(session)
+            if not self._stopping:
+                self._service.end_session(session)
 
     def _talk(self, connection: socket.socket, session: Session) -> None:
         attached = False
