@@ -12,7 +12,7 @@ import grpc
 import pytest
 from conftest import Client, Daemon, make_payloads, wait_until
 
-from cachesvc.keys import Namespace, chain_keys
+from cachesvc.keys import Namespace, canonical_json, chain_keys
 from cachesvc.record import checksum
 from cachesvc.rpc import cache_pb2 as pb
 
@@ -212,11 +212,18 @@ def test_another_namespace_misses_even_with_the_same_keys(daemon: Daemon, client
         assert other.match(keys[:2]).matched_blocks == 0
 
 
+def namespace_text(**changes: object) -> str:
+    return canonical_json({"model": "m", "block_tokens": 128, "shards": 1, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
         ({"namespace_json": "{"}, grpc.StatusCode.INVALID_ARGUMENT, "namespace_json"),
         ({"namespace_json": '{"model": "a"}'}, grpc.StatusCode.INVALID_ARGUMENT, "namespace_json"),
+        ({"namespace_json": namespace_text(model="\ud800")}, grpc.StatusCode.INVALID_ARGUMENT, "surrogates"),
+        ({"namespace_json": namespace_text(model="m" * 300)}, grpc.StatusCode.INVALID_ARGUMENT, "256 bytes"),
+        ({"namespace_json": namespace_text(shards=True)}, grpc.StatusCode.INVALID_ARGUMENT, "integers"),
         ({"namespace_json": "x" * 70_000}, grpc.StatusCode.INVALID_ARGUMENT, "70000"),
         ({"self_test_vector": b"x" * 16}, grpc.StatusCode.FAILED_PRECONDITION, "same release"),
         ({"key_scheme": 9}, grpc.StatusCode.FAILED_PRECONDITION, "scheme 9"),
@@ -269,6 +276,12 @@ def test_malformed_calls_are_refused_and_say_why(client: Client, keys: list[byte
             "attach again",
         ),
         (lambda: stub.Report(pb.ReportRequest()), grpc.StatusCode.INVALID_ARGUMENT, "deadline"),
+        (lambda: stub.Report(pb.ReportRequest(), timeout=9999), grpc.StatusCode.INVALID_ARGUMENT, "600 s"),
+        (
+            lambda: stub.Release(pb.ReleaseRequest(lease_id=lease, not_loaded=77), timeout=5),  # type: ignore[arg-type]
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "77",
+        ),
     ]
     for call, code, word in cases:
         with pytest.raises(grpc.RpcError) as caught:

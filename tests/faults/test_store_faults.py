@@ -90,6 +90,57 @@ def test_a_damaged_index_is_rebuilt_from_the_files(
         assert client.report().events["index_rebuilds"] == 1
 
 
+def test_a_damaged_block_of_the_index_loses_nothing(daemon: Daemon, namespace: Namespace) -> None:
+    keys = chain_keys(namespace, range(128 * 600))
+    payloads = make_payloads(600, 16)
+    with Client(daemon.address) as client:
+        client.attach(namespace, 16)
+        client.save(keys, payloads)
+    for _ in range(2):  # a second clean start moves what is in the log into a table file
+        daemon.restart()
+    daemon.stop()
+    tables = sorted((daemon.store / "index").glob("*.sst"), key=lambda path: path.stat().st_size)
+    with tables[-1].open("r+b") as file:
+        file.seek(tables[-1].stat().st_size // 3)
+        file.write(b"\xff" * 64)
+    daemon.start()
+    with Client(daemon.address) as client:
+        client.attach(namespace, 16)
+        assert client.lookup(keys)[0] == 600
+        assert client.report().events["index_rebuilds"] == 1
+
+
+@pytest.mark.parametrize("content", ["null", "{", '{"epoch": "x"}', '{"epoch": null}', "[]"])
+def test_a_damaged_store_file_does_not_keep_the_store_from_opening(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes], content: str
+) -> None:
+    filled.stop()
+    (filled.store / "STORE.json").write_text(content)
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
+
+
+def test_a_payload_size_that_changed_over_a_restart_is_stored_anew(
+    filled: Daemon, namespace: Namespace, keys: list[bytes]
+) -> None:
+    filled.restart()
+    payloads = make_payloads(6, 5000)
+    with Client(filled.address) as client:
+        client.attach(namespace, 5000)
+        assert client.lookup(keys)[0] == 0
+        assert client.save(keys, payloads) == [pb.CommitState.STORED] * 6
+        assert client.fetch(keys) == payloads
+
+
+def test_a_store_deleted_underneath_ends_cleanly(filled: Daemon, namespace: Namespace, keys: list[bytes]) -> None:
+    shutil.rmtree(filled.store)
+    with attached(filled, namespace) as client:
+        assert client.report().blocks == 6
+    assert filled.stop() == 0
+    assert "Traceback" not in filled.log.read_text()
+
+
 @pytest.mark.parametrize("cut", [1, TRAILER_BYTES, STRIDE - 1, STRIDE, STRIDE + 1])
 def test_a_segment_cut_off_by_a_crash_keeps_its_whole_records(
     filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes], cut: int
@@ -304,6 +355,21 @@ def test_blocks_that_wait_for_a_full_disk_are_served_and_stored_when_it_has_room
         wait_until(lambda: client.report().arena_dirty_bytes == 0)
         assert client.report().health == "ok"
     daemon.kill()
+    daemon.start()
+    with attached(daemon, namespace) as client:
+        assert client.fetch(keys) == payloads
+
+
+def test_a_crash_and_then_a_full_disk_lose_no_durable_block(
+    make_daemon: Callable[..., Daemon], namespace: Namespace, keys: list[bytes], payloads: list[bytes], small_disk: Path
+) -> None:
+    daemon = make_daemon("--store-bytes", "500MB", store=small_disk / "store").start()
+    with attached(daemon, namespace) as client:
+        client.save(keys, payloads, durable=True)
+    daemon.kill()
+    with pytest.raises(OSError, match="No space"), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
     daemon.start()
     with attached(daemon, namespace) as client:
         assert client.fetch(keys) == payloads

@@ -1,0 +1,140 @@
+"""What is leased on a connection to the arena is good only as long as that connection lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from conftest import Client, Daemon, make_payloads, wait_until
+
+from cachesvc.connector import client as connector_client
+from cachesvc.connector.options import CacheOptions
+from cachesvc.connector.prefix_cache import PrefixCache
+from cachesvc.keys import Namespace, chain_keys
+from cachesvc.rpc import cache_pb2 as pb
+
+SIZE = 1 << 20
+BLOCKS = 8
+PROMPT = list(range(128 * BLOCKS + 1))
+
+
+@pytest.fixture
+def small(make_daemon: Callable[..., Daemon]) -> Daemon:
+    """Its arena is soon full, so freed slots are used again at once."""
+    return make_daemon("--arena-bytes", "32MiB").start()
+
+
+@pytest.fixture
+def cache(small: Daemon, namespace: Namespace) -> Iterator[PrefixCache]:
+    options = CacheOptions(lookup_threads=1, match_budget_s=5.0, match_deadline_s=1.0, close_deadline_s=0.3)
+    made = PrefixCache(namespace, SIZE, address=small.address, options=options)
+    assert made.ready(20) and made._client.maps_arena
+    yield made
+    made.close()
+
+
+def fill(cache: PrefixCache, payloads: list[bytes]) -> None:
+    def gather(first: int, buffers: Sequence[memoryview]) -> None:
+        for index, buffer in enumerate(buffers, first):
+            buffer[:] = payloads[index]
+
+    p = cache.match(PROMPT)
+    assert cache.save(p, 128 * BLOCKS, gather) == BLOCKS
+    cache.finish(p)
+    assert cache.flush(20)
+
+
+def others_fill_the_arena(daemon: Daemon) -> None:
+    other = Namespace("other", "1", "float32")
+    with Client(daemon.address) as client:
+        client.attach(other, SIZE)
+        for number in range(8):
+            keys = chain_keys(other, range(number, number + 128 * 8))
+            client.save(keys, make_payloads(8, SIZE, seed=number))
+            wait_until(lambda: client.report().arena_dirty_bytes == 0)
+
+
+@pytest.mark.parametrize("how", ["look-up times out", "cache is closed"])
+def test_a_session_that_ends_under_a_load_makes_it_a_miss(
+    small: Daemon, cache: PrefixCache, how: str, monkeypatch: Any
+) -> None:
+    del monkeypatch
+    payloads = make_payloads(BLOCKS, SIZE, seed=99)
+    fill(cache, payloads)
+    with Client(small.address) as client:
+        wait_until(lambda: client.report().arena_dirty_bytes == 0)
+    p = cache.match(PROMPT)
+    assert p.hit_tokens == 128 * BLOCKS
+    got: dict[int, bytes] = {}
+
+    def slow_scatter(first: int, views: Sequence[memoryview]) -> None:
+        assert small.process is not None
+        if how == "look-up times out":
+            small.freeze()
+            other = cache.begin(range(7, 500))  # on the thread, and so the session, that took our lease
+            time.sleep(1.3)
+            cache.finish(other)
+            os.kill(small.process.pid, signal.SIGCONT)
+        else:
+            closing = threading.Thread(target=cache.close)
+            closing.start()
+            closing.join(20)
+        others_fill_the_arena(small)
+        got.update({first + i: bytes(view) for i, view in enumerate(views)})
+
+    loaded = cache.load(p, slow_scatter) // 128
+    assert all(got[index] == payloads[index] for index in range(loaded))
+    assert loaded == 0
+
+
+def test_a_saver_does_not_write_after_its_session_ended(
+    small: Daemon, cache: PrefixCache, namespace: Namespace, monkeypatch: Any
+) -> None:
+    original = connector_client.copy
+    copying = threading.Event()
+
+    def slow_copy(target: memoryview, source: memoryview) -> None:
+        copying.set()
+        time.sleep(0.4)
+        original(target, source)
+
+    monkeypatch.setattr(connector_client, "copy", slow_copy)
+    p = cache.match(PROMPT)
+    cache.save(
+        p, 128 * BLOCKS, lambda first, buffers: [b.__setitem__(slice(None), b"\xee" * SIZE) for b in buffers] and None
+    )
+    cache.finish(p)
+    assert copying.wait(20)
+    cache.close()
+    payloads = make_payloads(BLOCKS, SIZE, seed=5)
+    other = Namespace("other", "1", "float32")
+    keys = chain_keys(other, range(128 * BLOCKS))
+    with Client(small.address) as client:
+        client.attach(other, SIZE)
+        assert client.save(keys, payloads) == [pb.CommitState.STORED] * BLOCKS
+        time.sleep(1.5)  # a saver that went on would write now
+        assert client.fetch(keys) == payloads
+        client.attach(namespace, SIZE)
+        assert client.lookup(chain_keys(namespace, PROMPT))[0] == 0
+
+
+def test_threads_that_end_leave_no_connection(cache: PrefixCache, small: Daemon) -> None:
+    fill(cache, make_payloads(BLOCKS, SIZE))
+
+    def load() -> None:
+        p = cache.match(PROMPT)
+        cache.load(p, lambda first, views: None)
+        cache.finish(p)
+
+    load()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(40):
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join(20)
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
