@@ -159,7 +159,7 @@ def budget_of(config: Config) -> int:
 def arena_of(config: Config) -> tuple[int, int]:
     """Bytes of the arena and of one of its slabs, which bounds the payload size."""
     size = config.arena_bytes or max(256 * MiB, min(64 * GiB, os.sysconf("SC_AVPHYS_PAGES") * PAGE // 4))
-    slab = min(MAX_PAYLOAD_BYTES, max(MiB, size // 16)) // PAGE * PAGE
+    slab = min(MAX_PAYLOAD_BYTES, max(MiB, size // 8)) // PAGE * PAGE
     return max(size, slab) // PAGE * PAGE, slab
 
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -67,12 +68,12 @@ class Session:
         """Whether what is leased on it is still held. The daemon closes a connection before it frees its slots."""
         if self.ended:
             return False
+        poller = select.poll()
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            poller.register(self.connection, select.POLLRDHUP)
+        except ValueError:
+            return False  # closed
+        return not poller.poll(0)
 
 
 _SESSIONS: Final[weakref.WeakSet[Session]] = weakref.WeakSet()

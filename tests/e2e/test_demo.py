@@ -89,8 +89,7 @@ def test_a_daemon_killed_while_loading_changes_no_word(played: tuple[dict[str, A
     killed = played[0]["killed"]
     assert killed["identical"] is True
     assert killed["turn"] == 2
-    # Something had been loaded when it died; what lay in the shared memory by then is still good, the rest is computed.
-    assert 0 < killed["hit_tokens"] <= played[0]["turns"][1]["hit_tokens"]
+    assert killed["hit_tokens"] < played[0]["turns"][1]["hit_tokens"]  # the rest had to be computed
     options = CacheOptions()
     assert killed["deadline_s"] == options.match_deadline_s + options.load_deadline_s
 

@@ -180,8 +180,10 @@ def test_killed_while_loading(daemon: Daemon, make_cache: Make, shared: bool) ->
     loaded = cache.load(p, scatter)
     assert time.monotonic() - started < BOUND
     engine.check()
-    assert 2 * BLOCK_TOKENS <= loaded == len(engine.loaded) * BLOCK_TOKENS
-    assert shared or loaded < p.hit_tokens  # what already lies in shared memory needs no daemon
+    if shared:  # what was being read when the daemon died may have been given away: only what came before counts
+        assert loaded == BLOCK_TOKENS
+    else:
+        assert 2 * BLOCK_TOKENS <= loaded == len(engine.loaded) * BLOCK_TOKENS < p.hit_tokens
     cache.save(p, len(PROMPT), engine.gather)
     cache.finish(p)
     assert cache.flush(BOUND)
