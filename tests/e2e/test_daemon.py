@@ -150,6 +150,7 @@ def test_a_repeated_commit_is_answered_alike_and_stores_nothing_twice(own_client
     own_client.put(reply.lease_id, {0: payload})
     for _ in range(2):
         assert own_client.commit(reply.lease_id, {0: checksum(payload)}) == [STORED]
+    wait_until(lambda: own_client.report().arena_dirty_bytes == 0)
     assert own_client.report().events["written_blocks"] == 1
 
 
@@ -412,6 +413,7 @@ def test_eight_writers_and_readers_at_once_see_only_whole_blocks(own_daemon: Dae
     with Client(own_daemon.address) as client:
         client.attach(namespace, 60_000)
         assert [client.fetch(keys) for keys in prompts] == payloads
+        wait_until(lambda: client.report().arena_dirty_bytes == 0)
         report = client.report()
         assert (report.blocks, report.events["written_blocks"]) == (48, 48)
         assert (report.read_leases, report.staged_bytes) == (0, 0)
