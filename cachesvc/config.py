@@ -34,6 +34,9 @@ _SIZE_UNITS: Final = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for name, base in ((letter + "b", 1000), (letter + "ib", 1024), (letter, 1024))
 }
+_FLAGS: Final = {"classes": "class"}
+"""Flags that are not called like their setting."""
+
 _TIME_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
@@ -176,12 +179,12 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
     try:
         from_environment = EnvSettingsSource(Config)()
     except ValueError as error:
-        raise ConfigError(f"environment: {error}") from error
+        raise ConfigError(f'environment: {error}; CACHESVC_CLASSES is JSON, such as {{"agent": "3d"}}') from error
     merged: dict[str, Any] = {**from_file, **from_environment, **flags}
     sources = dict.fromkeys(Config.model_fields, "default")
     sources |= dict.fromkeys(from_file, f"file {file}")
     sources |= {name: f"environment CACHESVC_{name.upper()}" for name in from_environment}
-    sources |= {name: f"flag --{name.replace('_', '-')}" for name in flags}
+    sources |= {name: f"flag --{_FLAGS.get(name, name.replace('_', '-'))}" for name in flags}
     try:
         return Loaded(_Given.model_validate(merged).build(), sources)
     except ValidationError as error:

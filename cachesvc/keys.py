@@ -46,7 +46,7 @@ Tokens = Sequence[int] | memoryview | array  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must match for KV to be interchangeable between two engines (DESIGN section 2).
+    """Everything that must match for KV to be interchangeable between two engines.
 
     `model` is a name for people; `revision` must change with the weights (a digest of the weight files' index is a good
     choice). `layout` is the canonical description of a block's payload (see `cachesvc.connector.layout`), of which

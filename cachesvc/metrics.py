@@ -1,4 +1,4 @@
-"""Prometheus metrics, computed from the accounting when they are scraped. Names: DESIGN section 9."""
+"""Prometheus metrics, computed from the accounting when they are scraped."""
 
 from __future__ import annotations
 

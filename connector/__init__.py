@@ -16,6 +16,7 @@ prefix_cache  its two implementations: look up, load, save, finish
 passes        one pass over a prompt: tokens, keys, answer, lease
 link          attached or not; the only thread that connects
 breaker       when to leave a daemon alone and when to try it again
+arena         the daemon's shared memory, mapped, and its socket
 client        the wire, thinly; errors: what can go wrong on it
 loading       chunks of a Get into verified blocks
 staging       the save queue and its thread

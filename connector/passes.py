@@ -35,7 +35,7 @@ class Answer:
 
     hit_blocks: int = 0
     lease: Lease | None = None
-    reason: str = "miss"  # or: hit, timed out, unreachable, failed
+    reason: str = "miss"  # or: hit, timed out, unreachable, failed, abandoned (finished before it was answered)
 
 
 class Pass:

@@ -388,7 +388,9 @@ class PrefixCache(BasePrefixCache):
                 return name
             if name not in self._unknown_classes and len(self._unknown_classes) < MAX_COMPLAINTS:
                 self._unknown_classes.add(name)
-                logger.warning("the daemon knows no traffic class %r (%s)", name, ", ".join(attachment.traffic_classes))
+                logger.warning(
+                    "the daemon knows no traffic class %r, only %s", name, ", ".join(attachment.traffic_classes)
+                )
         return attachment.traffic_classes[0]
 
     def _take_unreachable_tokens(self) -> int:

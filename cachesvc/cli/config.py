@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cachesvc.cli import options
+from cachesvc.cli._console import wide_console
 from cachesvc.config import Config, arena_of, budget_of, load
 
 
@@ -51,8 +51,8 @@ def config(
         rows = {name: {"value": values[name], "source": loaded.sources[name]} for name in values}
         print(json.dumps(rows, indent=2))
         return
-    table = Table("setting", "value", "from", "what it is")
+    table = Table("setting", Column("value", overflow="fold"), Column("from", overflow="fold"), "what it is")
     for name, value in values.items():
         text = ", ".join(f"{k} {v:g} s" for k, v in value.items()) if isinstance(value, dict) else str(value)
         table.add_row(name, text, loaded.sources[name], Config.model_fields[name].description or "")
-    Console().print(table)
+    wide_console().print(table)

@@ -13,7 +13,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file wit
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Address = Annotated[
     str | None,
-    typer.Option(help="the daemon: unix:PATH or HOST:PORT; default: its default socket"),
+    typer.Option(help="the daemon: unix:PATH or HOST:PORT; default: CACHESVC_ADDRESS, else the default socket"),
 ]
 
 Store = Annotated[str | None, typer.Option(help="directory of the blocks")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from cachesvc.cli import options
+from cachesvc.cli._console import wide_console
 from cachesvc.cli._daemon import fetch_report
 from cachesvc.rpc import cache_pb2 as pb
 
@@ -22,17 +22,17 @@ def report(address: options.Address = None, as_json: options.Json = False) -> No
         print(json.dumps({"uptime_s": reply.uptime_seconds, "rows": rows, "total": total}, indent=2))
         return
     if not rows:
-        Console().print("No lookups since the daemon started.")
+        wide_console().print("No lookups since the daemon started.")
         return
     table = Table("class", "model", title="Hit rate by tokens since the daemon started")
     for name in ("passes", "input tokens", "hit tokens", "hit rate", "pending", "hits by tier", "misses by reason"):
-        table.add_column(name, justify="left" if " by " in name else "right")
+        table.add_column(name, justify="left" if " by " in name else "right", overflow="fold", no_wrap=" by " in name)
     for row in rows:
         _add(table, row)
     if len(rows) > 1:
         table.add_section()
         _add(table, total)
-    Console().print(table)
+    wide_console().print(table)
 
 
 def _row(row: pb.LookupRow) -> dict[str, Any]:

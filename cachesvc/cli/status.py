@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from cachesvc.cli import options
+from cachesvc.cli._console import wide_console
 from cachesvc.cli._daemon import fetch_report
 
 
@@ -24,7 +24,7 @@ def status(address: options.Address = None, as_json: options.Json = False) -> No
             container.update({k: int(v) for k, v in container.items() if isinstance(v, str) and v.isdigit()})
         print(json.dumps(state | {"boot_id": reply.boot_id.hex()}, indent=2))
         return
-    console = Console()
+    console = wide_console()
     table = Table(show_header=False, title=f"cachesvc {reply.version}: {reply.health}")
     for name, value in (
         ("up", f"{reply.uptime_seconds:,.0f} s, boot {reply.boot_id.hex()[:8]}"),

@@ -132,14 +132,14 @@ class GrpcServer:
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         previous = os.umask(0o177)
         try:
-            self._server.add_insecure_port(f"unix:{self.socket}")
+            address = f"unix:{self.socket}"
+            self._server.add_insecure_port(address)
             if listen:
-                self.port = self._server.add_insecure_port(listen)
+                address = listen
+                self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             self._server.stop(None)
-            raise AddressInUse(
-                f"cannot listen on {self.socket} and {listen}: is the port taken? give another"
-            ) from error
+            raise AddressInUse(f"cannot listen on {address}: is it in use? give another --listen or ''") from error
         finally:
             os.umask(previous)
 

@@ -82,7 +82,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path) -> None:
 def test_the_command_prints_values_and_where_they_came_from(tmp_path: Path) -> None:
     shown = cli_json("config", "--store", str(tmp_path), "--class", "agent=2d")
     assert shown["store"] == {"value": str(tmp_path), "source": "flag --store"}
-    assert shown["classes"] == {"value": {"agent": 172_800.0}, "source": "flag --classes"}
+    assert shown["classes"] == {"value": {"agent": 172_800.0}, "source": "flag --class"}
     table = run_cli("config", "--store", str(tmp_path), environment={"COLUMNS": "200"})
     assert table.returncode == 0 and "flag --store" in table.stdout
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"cachesvc": ROOT / "cachesvc", "cachesvc.connector": ROOT / "connector", "cachesvc.engine": ROOT / "engine"}
 FOLDERS["cachesvc.kernels"] = ROOT / "kernels"
 
-# Who may import whom (DESIGN section 3). The daemon is everything in cachesvc/ but the two leaves.
+# Who may import whom. The daemon is everything in cachesvc/ but the two leaves.
 LEAVES = ("cachesvc.rpc", "cachesvc.keys")
 ALLOWED = {
     "cachesvc.connector": (*LEAVES, "cachesvc.connector", "cachesvc.kernels"),
