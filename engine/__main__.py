@@ -25,8 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     # times slower as soon as another program wants one of the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch takes seconds to import; a mistake on the command line should not wait for it.
-    from cachesvc.engine.demo import Demo, DemoSettings
-
+    try:
+        from cachesvc.engine.demo import Demo, DemoSettings
+    except ModuleNotFoundError as error:
+        print(f"cachesvc.engine demo: {error}; pip install 'cachesvc[demo]'", file=sys.stderr)
+        return 2
     console = Console(stderr=True)
     settings = DemoSettings(
         turns=options.turns,

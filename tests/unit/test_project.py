@@ -133,3 +133,12 @@ def test_daemon_cli_and_client_run_where_torch_cannot_be_imported() -> None:
 def test_nothing_unpickles() -> None:
     for path in (p for folder in FOLDERS.values() for p in folder.rglob("*.py")):
         assert not re.search(r"\b(pickle|marshal|shelve)\b|except:\s*$", path.read_text(), re.MULTILINE), path
+
+
+def test_the_demonstration_without_torch_is_one_line() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from cachesvc.engine.__main__ import main; sys.exit(main(['demo']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, len(result.stderr.strip().splitlines())) == (2, 1), result.stderr
+    assert "cachesvc[demo]" in result.stderr
