@@ -24,7 +24,7 @@ run: venv
 	@$(BIN)/python -m cachesvc.engine demo
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 5
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
 # mypy does not see through the folder mapping of an editable install: check the installed tree.
 lint: venv
