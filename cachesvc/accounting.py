@@ -8,6 +8,7 @@ it was used (Release) or the lease ends. A pass that asks again is withdrawn fir
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -18,12 +19,17 @@ from cachesvc.rpc.cache_pb2 import MissReason, Tier
 OTHER = "other"
 
 
+@functools.cache
 def tier_name(tier: Tier.ValueType) -> str:
     return Tier.Name(tier).removeprefix("TIER_").lower()
 
 
+@functools.cache
 def reason_name(reason: MissReason.ValueType) -> str:
     return MissReason.Name(reason).lower()
+
+
+_PARTIAL_TAIL = reason_name(MissReason.PARTIAL_TAIL)
 
 
 @dataclass
@@ -41,7 +47,7 @@ class Row:
     stored_bytes: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Pass:
     """What one pass added to its row."""
 
@@ -51,8 +57,8 @@ class Pass:
     local: int
     pending: int = 0
     settled: bool = False
-    hits: Counter[str] = field(default_factory=Counter)
-    misses: Counter[str] = field(default_factory=Counter)
+    hits: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
 
 
 class Accounting:
@@ -86,9 +92,11 @@ class Accounting:
         """
         matched = max(matched_blocks * block_tokens, local_tokens)
         asked = max(asked_blocks * block_tokens, matched)
-        misses = Counter(
-            {reason_name(reason): asked - matched, reason_name(MissReason.PARTIAL_TAIL): input_tokens - asked}
-        )
+        misses = {}
+        if asked > matched:
+            misses[reason_name(reason)] = asked - matched
+        if input_tokens > asked:
+            misses[_PARTIAL_TAIL] = input_tokens - asked
         with self._lock:
             opened = Pass(
                 self._row(traffic_class, model),
@@ -96,7 +104,7 @@ class Accounting:
                 input_tokens,
                 local_tokens,
                 pending=matched - local_tokens,
-                misses=+misses,
+                misses=misses,
             )
             if pass_id:
                 earlier = self._passes.pop(pass_id, None)
@@ -119,17 +127,22 @@ class Accounting:
             if opened.settled:
                 return
             opened.settled = True
-            self._apply(opened, -1)
+            row = opened.row
             own, part = divmod(opened.local, opened.block_tokens)
             used = tiers[own:loaded_blocks]
-            hits = Counter({tier_name(Tier.ValueType(t)): used.count(t) * opened.block_tokens for t in set(used)})
-            if used:
-                hits[tier_name(Tier.ValueType(used[0]))] -= part
-            opened.hits = +hits
-            opened.misses[reason_name(reason)] += opened.pending - sum(hits.values())
-            opened.misses = +opened.misses
+            left = opened.pending
+            for tier in set(used):
+                tokens = used.count(tier) * opened.block_tokens - (part if tier == used[0] else 0)
+                name = tier_name(Tier.ValueType(tier))
+                opened.hits[name] = tokens
+                row.hits[name] += tokens
+                left -= tokens
+            if left:
+                name = reason_name(reason)
+                opened.misses[name] = opened.misses.get(name, 0) + left
+                row.misses[name] += left
+            row.pending -= opened.pending
             opened.pending = 0
-            self._apply(opened, +1)
 
     def unreachable(self, traffic_class: str, model: str, tokens: int) -> None:
         """Counts input of passes that could not ask the daemon."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
@@ -17,6 +18,9 @@ from cachesvc.index.table import Entry, Table
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
+
+# Look-ups whose blocks are noted as used before the notes are put together.
+_MAX_NOTES: Final = 256
 
 
 class Catalog:
@@ -29,6 +33,8 @@ class Catalog:
         self._table: Table = {}
         self._ghosts = Ghosts()
         self._dirty: set[bytes] = set()
+        self._used: list[Sequence[bytes]] = []
+        """Blocks of look-ups, still to be put into `_dirty`."""
 
     # ---- look-up -------------------------------------------------------------------------------------------------
 
@@ -43,43 +49,50 @@ class Catalog:
         found: list[list[Entry]] = []
         length = len(identities[0])
         reason = MissReason.MISS_REASON_UNSPECIFIED
+        get = self._table.get
         with self.lock:
             now = self._clock.now()
             for ids, shape in zip(identities, shapes, strict=True):
                 entries: list[Entry] = []
-                for identity in ids[:length]:
-                    entry = self._table.get(identity)
-                    if entry is None or entry.shape != shape or entry.used + entry.traffic_class.ttl <= now:
-                        reason = self._why_not_locked(identity, now)
+                for entry in map(get, ids[:length]):
+                    if entry is None or entry.shape != shape or entry.expires <= now:
+                        reason = self._why_not_locked(ids[len(entries)], now)
                         break
                     entries.append(entry)
                 length = len(entries)
                 found.append(entries)
+            expires = now + traffic_class.ttl
             for ids, entries in zip(identities, found, strict=True):
                 del entries[length:]
                 for entry in entries:
-                    entry.used = now
-                    entry.touched = True
-                    if traffic_class.ttl > entry.traffic_class.ttl:
-                        entry.traffic_class = traffic_class
-                self._dirty.update(ids[:length])
+                    if entry.traffic_class is traffic_class and entry.used <= now:
+                        entry.used, entry.expires, entry.touched = now, expires, True
+                    else:
+                        entry.touch(traffic_class, now)
+                self._note_used(ids[:length])
         return found, reason
 
     def _why_not_locked(self, identity: bytes, now: float) -> MissReason.ValueType:
         self._fresh(identity, now)
         return self._ghosts.reason(identity)
 
-    def holds(self, identity: bytes, shape: Shape, traffic_class: TrafficClass) -> bool:
-        """Whether the block is stored; refreshes its use time. One of another shape is of no use, and is dropped."""
+    def holds(self, identities: Sequence[bytes], shape: Shape, traffic_class: TrafficClass) -> list[bool]:
+        """Which blocks are stored; refreshes their use time. One of another shape is of no use, and is dropped."""
         with self.lock:
             now = self._clock.now()
-            entry = self._fresh(identity, now)
-            if entry is not None and entry.shape != shape:
-                self.drop_locked(identity, entry, MissReason.CORRUPT)
-                entry = None
-            if entry is not None:
-                self._touch(identity, entry, traffic_class, now)
-        return entry is not None
+            held = [identity in self._table for identity in identities]
+            if True not in held:
+                return held
+            for index, identity in enumerate(identities):
+                entry = self._fresh(identity, now)
+                if entry is not None and entry.shape != shape:
+                    self.drop_locked(identity, entry, MissReason.CORRUPT)
+                    entry = None
+                if entry is not None:
+                    entry.touch(traffic_class, now)
+                    self._dirty.add(identity)
+                held[index] = entry is not None
+        return held
 
     def unsaved(self, identities: Sequence[bytes]) -> list[int]:
         """Indices of those that are stored, but not on disk."""
@@ -97,13 +110,13 @@ class Catalog:
 
     # ---- change --------------------------------------------------------------------------------------------------
 
-    def add(self, identity: bytes, entry: Entry) -> bool:
-        """Makes a block visible. False when it is there already: the first writer won."""
+    def add(self, blocks: Iterable[tuple[bytes, Entry]]) -> None:
+        """Makes blocks visible. What is there already stays: the first writer won."""
         with self.lock:
-            if self._fresh(identity, self._clock.now()) is not None:
-                return False
-            self.insert_locked(identity, entry)
-            return True
+            now = self._clock.now()
+            for identity, entry in blocks:
+                if self._fresh(identity, now) is None:
+                    self.insert_locked(identity, entry)
 
     def drop(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         """Forgets a block, unless it lies elsewhere by now, and remembers why."""
@@ -113,6 +126,7 @@ class Catalog:
     def take_changed(self) -> tuple[list[tuple[bytes, Entry]], list[bytes]]:
         """What was used and what was dropped since the last call, for the durable index."""
         with self.lock:
+            self._fold_used()
             changed, self._dirty = self._dirty, set()
             known = [(i, e) for i in changed if (e := self._table.get(i)) is not None]
             put = [(i, e) for i, e in known if e.segment is not None]
@@ -167,9 +181,12 @@ class Catalog:
             return None
         return entry
 
-    def _touch(self, identity: bytes, entry: Entry, traffic_class: TrafficClass, now: float) -> None:
-        entry.used = max(entry.used, now)
-        entry.touched = True
-        if traffic_class.ttl > entry.traffic_class.ttl:
-            entry.traffic_class = traffic_class
-        self._dirty.add(identity)
+    def _note_used(self, identities: Sequence[bytes]) -> None:
+        """They are noted as a whole: a look-up has no time to put thousands into a set."""
+        self._used.append(identities)
+        if len(self._used) > _MAX_NOTES:
+            self._fold_used()
+
+    def _fold_used(self) -> None:
+        self._dirty.update(*self._used)
+        self._used.clear()

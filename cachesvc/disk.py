@@ -23,7 +23,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
+from operator import attrgetter
 from pathlib import Path
 
 from cachesvc.catalog import Catalog
@@ -110,9 +111,10 @@ class DiskTier:
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
-    def pin(self, entries: Iterable[Entry]) -> list[Segment]:
-        """Keeps the files of `entries`: the segments to give to `unpin`."""
-        segments = [segment for segment in {entry.segment for entry in entries} if segment is not None]
+    def pin(self, entries: Sequence[Sequence[Entry]]) -> list[Segment]:
+        """Keeps the files of entries (by shard and block): the segments to give to `unpin`."""
+        found = set(map(attrgetter("segment"), chain.from_iterable(entries)))
+        segments = [segment for segment in found if segment is not None]
         with self._lock:
             for segment in segments:
                 segment.pins += 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, repeat
+from typing import Final
 
 from cachesvc.arena.arena import Arena, Slot, SlotState
 from cachesvc.catalog import Catalog
@@ -23,24 +25,32 @@ from cachesvc.rpc.cache_pb2 import MissReason
 
 log = logging.getLogger("cachesvc.flusher")
 
+# How long (seconds) a block waits for others to be written with it, unless this share of the arena waits already.
+_GATHER_SECONDS: Final = 0.05
+_ENOUGH_SHARE: Final = 16
+
 
 class Flusher:
     def __init__(self, catalog: Catalog, arena: Arena, disk: DiskTier) -> None:
         self._catalog = catalog
         self._arena = arena
         self._disk = disk
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[tuple[bytes, int]] = deque()
+        """Blocks and their payload sizes."""
+        self._queued_bytes = 0
         self._wake = threading.Condition()
+        self._enough = arena.memory.size // _ENOUGH_SHARE
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, identities: Sequence[bytes]) -> None:
-        """Queues published blocks, in prefix order."""
+    def add(self, identities: Sequence[bytes], payload_bytes: int) -> None:
+        """Queues published blocks, in prefix order, each of that size."""
         with self._wake:
-            self._queue.extend(identities)
+            self._queue.extend(zip(identities, repeat(payload_bytes)))  # repeat has no end
+            self._queued_bytes += payload_bytes * len(identities)
             self._wake.notify()
 
     def flush(self, identities: Sequence[bytes], *, durable: bool) -> None:
@@ -53,8 +63,7 @@ class Flusher:
             ):
                 members = list(group)
                 self._disk.append(shape, traffic_class, [self._block(*item) for item in members], durable=durable)
-                for slot, _ in members:
-                    self._arena.flushed(slot)
+                self._arena.flushed([slot for slot, _ in members])
         finally:
             self._arena.unpin(slots)
 
@@ -77,8 +86,8 @@ class Flusher:
                 log.warning("block %s in the arena is not what its writer committed: dropped", slot.identity.hex())
                 self._catalog.drop(slot.identity, entry, MissReason.CORRUPT)
                 return None
-            slot.checksum = entry.checksum = found
-            slot.verified = True
+            entry.checksum = found
+            slot.set_verified(found)
         return entry
 
     def _block(self, slot: Slot, entry: Entry) -> NewBlock:
@@ -86,23 +95,41 @@ class Flusher:
         return NewBlock(key, shard, self._arena.view(slot), slot.checksum, entry.created, entry.used)
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._stopping:
-                    self._wake.wait()
-                if not self._queue:
-                    return
-                batch = self._next_batch()
-            left = self._flush_what_can_be(batch)
+        while batch := self._gather():
+            left = self._flush_what_can_be([identity for identity, _ in batch])
             if left:
+                sizes = dict(batch)
                 with self._wake:
                     if self._stopping:
                         log.warning(
                             "%d blocks are lost: the disk refuses them at shutdown", len(left) + len(self._queue)
                         )
                         return
-                    self._queue.extendleft(reversed(left))
+                    self._queue.extendleft((identity, sizes[identity]) for identity in reversed(left))
+                    self._queued_bytes += sum(sizes[identity] for identity in left)
                     self._wake.wait(WRITE_RETRY_SECONDS)
+
+    def _gather(self) -> list[tuple[bytes, int]]:
+        """The next blocks to be written together; empty at the end.
+
+        A writer that has just begun is let finish first: its blocks then lie together, and it has the machine alone.
+        """
+        with self._wake:
+            while not self._queue and not self._stopping:
+                self._wake.wait()
+            deadline = time.monotonic() + _GATHER_SECONDS
+            while self._queued_bytes < self._enough and not self._stopping:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._wake.wait(remaining)
+            batch: list[tuple[bytes, int]] = []
+            size = 0
+            while self._queue and size < MAX_READ_BYTES:
+                batch.append(self._queue.popleft())
+                size += batch[-1][1]
+            self._queued_bytes -= size
+            return batch
 
     def _flush_what_can_be(self, batch: list[bytes]) -> list[bytes]:
         """What the disk refuses now, to be tried again. A block that cannot be written for another reason is lost."""
@@ -118,13 +145,3 @@ class Flusher:
             if entry is not None:
                 self._catalog.drop(batch[0], entry, MissReason.EVICTED)
         return []
-
-    def _next_batch(self) -> list[bytes]:
-        batch: list[bytes] = []
-        size = 0
-        while self._queue and (not batch or size < MAX_READ_BYTES):
-            identity = self._queue.popleft()
-            entry = self._catalog.where(identity)
-            size += entry.shape.payload_bytes if entry is not None else 0
-            batch.append(identity)
-        return batch

@@ -17,7 +17,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from cachesvc.accounting import Pass
 from cachesvc.arena.arena import Slot
@@ -31,7 +31,10 @@ from cachesvc.promoter import Hold
 from cachesvc.rpc.cache_pb2 import CommitState
 from cachesvc.segments.segment import Segment
 
-LEASE_ID_BYTES = 16
+LEASE_ID_BYTES: Final = 16
+
+# Lease ids are drawn from the system this many at a time.
+_IDS_AT_ONCE: Final = 256
 
 
 class Session:
@@ -44,28 +47,21 @@ class Session:
         """Slots of ended write leases, by lease, that the client may still be writing to."""
 
 
-@dataclass
-class Staging:
-    """The payload of one reserved key on its way into its slot: chunks arrive in order; repeating one is harmless."""
+def put_chunk(slot: Slot, payload: memoryview, offset: int, data: bytes) -> None:
+    """One chunk of a payload on its way into its slot: they arrive in order; repeating one is harmless.
 
-    slot: Slot
-    payload: memoryview
-    filled: int = 0
-
-    def put(self, offset: int, data: bytes) -> None:
-        """Raises `InvalidCall` for a gap or for bytes past the payload."""
-        end = offset + len(data)
-        if offset > self.filled:
-            raise InvalidCall(f"chunk at {offset} leaves a gap: the payload has {self.filled} bytes so far")
-        if end > len(self.payload):
-            raise InvalidCall(
-                f"chunk ends at {end}; payloads of this namespace and shard have {len(self.payload)} bytes"
-            )
-        self.payload[offset:end] = data
-        self.filled = max(self.filled, end)
+    Raises `InvalidCall` for a gap or for bytes past the payload.
+    """
+    end = offset + len(data)
+    if offset > slot.filled:
+        raise InvalidCall(f"chunk at {offset} leaves a gap: the payload has {slot.filled} bytes so far")
+    if end > len(payload):
+        raise InvalidCall(f"chunk ends at {end}; payloads of this namespace and shard have {len(payload)} bytes")
+    payload[offset:end] = data
+    slot.filled = max(slot.filled, end)
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class ReadLease:
     expires: float
     pass_: Pass
@@ -85,14 +81,14 @@ class ReadLease:
     session: Session | None = None
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class WriteLease:
     expires: float
     attachment: Attachment
     shard: int
     traffic_class: TrafficClass
-    keys: list[bytes]
-    staged: dict[int, Staging] = field(default_factory=dict)
+    staged: dict[int, Slot] = field(default_factory=dict)
+    """Slots of granted keys that are not settled, by index."""
     settled: dict[int, CommitState.ValueType] = field(default_factory=dict)
     session: Session | None = None
 
@@ -107,6 +103,7 @@ class LeaseTable(Generic[Lease]):
         self._clock = clock
         self._limit = limit
         self._leases: dict[bytes, Lease] = {}
+        self._random = b""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -120,7 +117,9 @@ class LeaseTable(Generic[Lease]):
         """Raises `LimitReached`."""
         if len(self._leases) >= self._limit:
             raise LimitReached(f"{self._limit} leases are taken; release some or wait for them to end")
-        identity = secrets.token_bytes(LEASE_ID_BYTES)
+        if not self._random:
+            self._random = secrets.token_bytes(LEASE_ID_BYTES * _IDS_AT_ONCE)
+        identity, self._random = self._random[:LEASE_ID_BYTES], self._random[LEASE_ID_BYTES:]
         self._leases[identity] = lease
         return identity
 

@@ -7,7 +7,7 @@ algorithm (a larger cache holds everything a smaller one does).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Final, Generic, Protocol, TypeVar
@@ -54,9 +54,7 @@ class LRU(Generic[Key]):
             self._order.move_to_end(key)
 
     def touch_all(self, keys: Iterable[Key]) -> None:
-        move = self._order.move_to_end
-        for key in keys:
-            move(key)
+        deque(map(self._order.move_to_end, keys), maxlen=0)  # a loop in C: look-ups touch thousands
 
     def remove(self, key: Key) -> None:
         self._order.pop(key, None)
@@ -111,16 +109,20 @@ class S3FIFO(Generic[Key]):
 
     def victims(self) -> Iterator[Key]:
         self._promote()
-        if len(self._small) > self.SMALL_SHARE * len(self):
-            return chain(self._small, self._main)
-        return chain(self._main, self._small)
+        queues = (self._small, self._main) if self._small_is_long() else (self._main, self._small)
+        return chain.from_iterable(
+            (key for key, uses in queue.items() if bool(uses) is used) for queue in queues for used in (False, True)
+        )
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
+    def _small_is_long(self) -> bool:
+        return bool(self._small) and len(self._small) > self.SMALL_SHARE * len(self)
+
     def _promote(self) -> None:
         """Moves used keys on until the head of the queue to be drained is an unused one."""
-        while self._small and len(self._small) > self.SMALL_SHARE * len(self):
+        while self._small_is_long():
             key, uses = next(iter(self._small.items()))
             if not uses:
                 return

@@ -8,22 +8,22 @@ arena: they are told slot positions instead of being sent bytes.
 from __future__ import annotations
 
 import secrets
-import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Final
 
 from cachesvc import __version__
 from cachesvc.accounting import Accounting, Row
-from cachesvc.arena.arena import READY, Slot
+from cachesvc.arena.arena import NO_SLOT, Slot, SlotState
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, WriteRefused
 from cachesvc.index.table import block_ids
-from cachesvc.keys import unpack_keys
-from cachesvc.leases import LeaseTable, ReadLease, Session, Staging, WriteLease
+from cachesvc.keys import KEY_BYTES
+from cachesvc.leases import LeaseTable, ReadLease, Session, WriteLease, put_chunk
 from cachesvc.limits import (
     MAX_CHUNK_BYTES,
     MAX_KEYS,
@@ -34,11 +34,14 @@ from cachesvc.limits import (
 from cachesvc.promoter import Hold
 from cachesvc.record import checksum
 from cachesvc.rpc import cache_pb2 as pb
-from cachesvc.store import Commit, Store
+from cachesvc.store import Store
 
-NO_SLOT: Final = 2**64 - 1
+_REASONS: Final = frozenset(pb.MissReason.values())
 _DRAM: Final = int(pb.Tier.TIER_DRAM)
 _DISK: Final = int(pb.Tier.TIER_DISK)
+_PRESENT_OR_GRANTED: Final = (int(pb.ReserveState.GRANTED), int(pb.ReserveState.PRESENT))
+_NOT_GRANTED: Final = int(pb.CommitState.NOT_GRANTED)
+_NOWHERE: Final = Slot(b"", 0, 0, SlotState.LOADING)
 
 # A lease whose keys are all settled is kept this long (seconds) so that a repeated Commit is answered alike.
 _SETTLED_LEASE_SECONDS: Final = 5.0
@@ -81,12 +84,12 @@ class Service:
 
     def match(self, request: pb.MatchRequest, session: Session | None = None) -> pb.MatchReply:
         attachment = self._attachments.get(request.attachment)
-        keys = _keys(request.keys)
+        count = _count_keys(request.keys)
         traffic_class = self._classes.named(request.traffic_class)
-        asked = len(keys) * attachment.block_tokens
+        asked = count * attachment.block_tokens
         if not max(asked, request.local_tokens) <= request.input_tokens < 2**40:
             raise InvalidCall(
-                f"input_tokens {request.input_tokens} is less than the {asked} tokens of {len(keys)} keys, less than "
+                f"input_tokens {request.input_tokens} is less than the {asked} tokens of {count} keys, less than "
                 f"local_tokens {request.local_tokens}, or absurd"
             )
         if len(request.pass_id) not in (0, 16):
@@ -94,11 +97,9 @@ class Service:
         _check_shard(request.shard, len(attachment.shapes))
         if request.pass_id:
             self._end_pass(request.pass_id)
-        if len(keys) * len(attachment.shapes) > MAX_KEYS:
-            raise InvalidCall(
-                f"{len(keys)} keys of {len(attachment.shapes)} shards are asked; {MAX_KEYS} in all can be"
-            )
-        identities = [block_ids(keys, shard) for shard in range(len(attachment.shapes))]
+        if count * len(attachment.shapes) > MAX_KEYS:
+            raise InvalidCall(f"{count} keys of {len(attachment.shapes)} shards are asked; {MAX_KEYS} in all can be")
+        identities = [block_ids(request.keys, shard) for shard in range(len(attachment.shapes))]
         entries, first_miss = self.store.catalog.match(identities, attachment.shapes, traffic_class)
         matched = len(entries[0])
         if request.unreachable_tokens:
@@ -110,7 +111,7 @@ class Service:
             block_tokens=attachment.block_tokens,
             input_tokens=request.input_tokens,
             local_tokens=request.local_tokens,
-            asked_blocks=len(keys),
+            asked_blocks=count,
             matched_blocks=matched,
             reason=first_miss,
         )
@@ -121,7 +122,7 @@ class Service:
             reply.tiers = self._tiers(identities[0])
             self.accounting.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
             return reply
-        segments = self.store.disk.pin(entry for row in entries for entry in row)
+        segments = self.store.disk.pin(entries)
         lease = ReadLease(0.0, opened, identities, entries, segments, b"", request.pass_id, session=session)
         lease.expires, reply.lease_ms = self._reads.deadline(request.lease_ms)
         with self._lock:
@@ -137,8 +138,8 @@ class Service:
                 session.reads.add(reply.lease_id)
         if session is not None:
             hold = self._hold(lease, request.shard)
-            reply.slots, reply.checksums = self._positions(hold.slots)
-            lease.tiers = reply.tiers = bytes(_DISK if slot is None else _DRAM for slot in hold.slots)
+            reply.slots, reply.checksums = _positions(hold.slots)
+            lease.tiers = reply.tiers = _tiers_of(hold.slots)
         else:
             lease.tiers = reply.tiers = self._tiers(identities[0])
         return reply
@@ -149,7 +150,7 @@ class Service:
         hold = self._hold(lease, request.shard)
         wait = min(request.wait_ms, MAX_LOAD_WAIT_MS) / 1000
         ready, reason = self.store.ready(hold, request.first, last - request.first, wait)
-        slots, checksums = self._positions(ready)
+        slots, checksums = _positions(ready)
         return pb.LoadReply(boot_id=self.boot_id, slots=slots, checksums=checksums, miss=reason)
 
     def get(self, request: pb.GetRequest) -> Iterator[pb.GetReply]:
@@ -180,7 +181,7 @@ class Service:
             yield pb.GetReply(boot_id=boot_id, index=index, miss=reason)
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        if request.not_loaded not in pb.MissReason.values():
+        if request.not_loaded not in _REASONS:
             raise InvalidCall(f"not_loaded is {request.not_loaded}, which is no MissReason")
         with self._lock:
             lease = self._reads.pop(request.lease_id)
@@ -194,34 +195,32 @@ class Service:
 
     def reserve(self, request: pb.ReserveRequest, session: Session | None = None) -> pb.ReserveReply:
         attachment = self._attachments.get(request.attachment)
-        keys = _keys(request.keys)
+        _count_keys(request.keys)
         _check_shard(request.shard, len(attachment.shapes))
         traffic_class = self._classes.named(request.traffic_class)
-        identities = block_ids(keys, request.shard)
-        accepts = self.store.accepts_writes()
+        identities = block_ids(request.keys, request.shard)
         shape = attachment.shapes[request.shard]
-        present = [self.store.catalog.holds(identity, shape, traffic_class) for identity in identities]
-        states = bytearray()
-        arena = self.store.arena
-        lease = WriteLease(0.0, attachment, request.shard, traffic_class, keys, session=session)
-        full = not accepts
+        present = self.store.catalog.holds(identities, shape, traffic_class)
+        states = bytearray(map(_PRESENT_OR_GRANTED.__getitem__, present))
+        lease = WriteLease(0.0, attachment, request.shard, traffic_class, session=session)
+        reply = pb.ReserveReply(boot_id=self.boot_id)
         with self._lock:
+            wanted: dict[bytes, int] = {}
             for index, identity in enumerate(identities):
-                slot = None
                 if present[index]:
-                    states.append(pb.ReserveState.PRESENT)
-                elif identity in self._being_written:
-                    states.append(pb.ReserveState.BUSY)
-                elif full or (slot := arena.reserve(identity, shape.payload_bytes)) is None:
-                    full = True  # what follows lies behind a hole in the prefix; room for it is not looked for again
-                    states.append(pb.ReserveState.REFUSED)
-                    self.events["refused_reservations"] += 1
-                if slot is not None:
-                    states.append(pb.ReserveState.GRANTED)
-                    self._being_written.add(identity)
-                    lease.staged[index] = Staging(slot, arena.view(slot))
-            reply = pb.ReserveReply(boot_id=self.boot_id, states=bytes(states))
-            if lease.staged:
+                    continue
+                if identity in self._being_written or identity in wanted:
+                    states[index] = pb.ReserveState.BUSY
+                else:
+                    wanted[identity] = index
+            slots = self.store.reserve(list(wanted), shape.payload_bytes)
+            self._being_written.update([slot.identity for slot in slots])
+            indices = list(wanted.values())
+            lease.staged = dict(zip(indices, slots))  # noqa: B905  # what finds no slot is refused
+            for index in indices[len(slots) :]:
+                states[index] = pb.ReserveState.REFUSED
+            self.events["refused_reservations"] += len(indices) - len(slots)
+            if slots:
                 lease.expires, reply.lease_ms = self._writes.deadline(request.lease_ms)
                 try:
                     reply.lease_id = self._writes.add(lease)
@@ -230,9 +229,12 @@ class Service:
                     raise
                 if session is not None:
                     session.writes.add(reply.lease_id)
+        reply.states = bytes(states)
         if session is not None:
-            granted = [lease.staged[i].slot.offset if i in lease.staged else NO_SLOT for i in range(len(keys))]
-            reply.slots = struct.pack(f"<{len(granted)}Q", *granted)
+            positions = [NO_SLOT] * len(identities)
+            for index, slot in lease.staged.items():
+                positions[index] = slot.where
+            reply.slots = b"".join(positions)
         return reply
 
     def put(self, requests: Iterable[pb.PutRequest]) -> pb.PutReply:
@@ -244,10 +246,10 @@ class Service:
             with self._lock:
                 if lease is None or request.lease_id:
                     lease = self._writes.get(request.lease_id)
-                staging = lease.staged.get(request.index)
+                slot = lease.staged.get(request.index)
                 # Under the lock: the slot cannot be given to another block while bytes are put into it.
-                if staging is not None:
-                    staging.put(request.offset, request.data)
+                if slot is not None:
+                    put_chunk(slot, self.store.arena.view(slot), request.offset, request.data)
                 elif request.index not in lease.settled:
                     raise InvalidCall(f"index {request.index} is not granted under this lease")
             received += len(request.data)
@@ -256,18 +258,19 @@ class Service:
     def commit(self, request: pb.CommitRequest, session: Session | None = None) -> pb.CommitReply:
         if len(request.checksums) not in (len(request.indices), 0 if session is not None else len(request.indices)):
             raise InvalidCall(f"{len(request.indices)} indices come with {len(request.checksums)} checksums")
-        checksums = dict(zip(request.indices, request.checksums or [0] * len(request.indices), strict=True))
+        checksums = dict(zip(request.indices, request.checksums or repeat(0)))  # noqa: B905  # repeat has no end
         with self._lock:
             lease = self._writes.get(request.lease_id)
             taken = {index: lease.staged.pop(index) for index in checksums if index in lease.staged}
+        identities = [slot.identity for slot in taken.values()]
         try:
             self._settle(lease, taken, checksums, durable=request.durable)
         finally:
             with self._lock:
-                self._being_written.difference_update(staging.slot.identity for staging in taken.values())
+                self._being_written.difference_update(identities)
                 if not lease.staged:
                     lease.expires = min(lease.expires, self._clock.monotonic() + _SETTLED_LEASE_SECONDS)
-        states = bytes(lease.settled.get(i, pb.CommitState.NOT_GRANTED) for i in request.indices)
+        states = bytes(map(lease.settled.get, request.indices, repeat(_NOT_GRANTED)))
         return pb.CommitReply(boot_id=self.boot_id, states=states)
 
     def abort(self, request: pb.AbortRequest, session: Session | None = None) -> pb.AbortReply:
@@ -314,7 +317,7 @@ class Service:
         store = self.store
         census = store.catalog.census()
         with self._lock:
-            staged = sum(len(s.payload) for lease in self._writes.leases() for s in lease.staged.values())
+            staged = sum(s.payload_bytes for lease in self._writes.leases() for s in lease.staged.values())
         reply = pb.ReportReply(
             boot_id=self.boot_id,
             version=__version__,
@@ -368,18 +371,6 @@ class Service:
                     self.store.end(hold)
         return hold
 
-    def _positions(self, slots: Sequence[Slot | None]) -> tuple[bytes, bytes]:
-        """Offsets and checksums of slots, packed; those that are not ready are NO_SLOT.
-
-        A checksum is given where the daemon has not checked the bytes yet: the reader does, or takes it for a miss.
-        """
-        known = [slot if slot is not None and slot.state in READY else None for slot in slots]
-        layout = f"<{len(known)}Q"
-        return (
-            struct.pack(layout, *(NO_SLOT if slot is None else slot.offset for slot in known)),
-            struct.pack(layout, *(0 if slot is None or slot.verified else slot.checksum for slot in known)),
-        )
-
     def _tiers(self, identities: Sequence[bytes]) -> bytes:
         """Where each block lies now (its first shard, for all), one byte each."""
         resident = self.store.arena.resident
@@ -408,43 +399,50 @@ class Service:
             size = sum(entries[0].shape.payload_bytes for entries in lease.entries)
             self.accounting.add(lease.pass_.row, loaded_bytes=size * min(loaded, len(lease.entries[0])))
 
-    def _settle(
-        self, lease: WriteLease, taken: dict[int, Staging], checksums: dict[int, int], *, durable: bool
-    ) -> None:
+    def _settle(self, lease: WriteLease, taken: dict[int, Slot], checksums: dict[int, int], *, durable: bool) -> None:
         """Checks what came over the wire and stores it, and notes the outcome in `lease.settled`.
 
         What a client wrote into the arena itself is checked by the flusher, or by whoever reads it first.
         """
-        arena = self.store.arena
-        shape = lease.attachment.shapes[lease.shard]
-        good: dict[int, Commit] = {}
-        for index, staging in taken.items():
-            if lease.session is None and staging.filled < len(staging.payload):
-                lease.settled[index] = pb.CommitState.INCOMPLETE
-            elif lease.session is None and checksum(staging.payload) != checksums[index]:
-                lease.settled[index] = pb.CommitState.CHECKSUM_MISMATCH
-                self.events["checksum_mismatches"] += 1
-            else:
-                verified = lease.session is None
-                good[index] = Commit(staging.slot, shape, lease.traffic_class, checksums[index], verified)
-                continue
-            arena.abandon(staging.slot)
+        sent = lease.session is None
+        good = {
+            index: slot for index, slot in taken.items() if not sent or self._arrived(lease, index, slot, checksums)
+        }
         if not good:
             return
+        shape = lease.attachment.shapes[lease.shard]
         state = pb.CommitState.STORED
         try:
-            self.store.commit(list(good.values()), durable=durable)
+            self.store.commit(
+                list(good.values()),
+                [checksums[index] for index in good],
+                shape,
+                lease.traffic_class,
+                verified=sent,
+                durable=durable,
+            )
         except WriteRefused:
             state = pb.CommitState.WRITE_REFUSED
         else:
             row = self.accounting.row(lease.traffic_class.name, lease.attachment.model)
             self.accounting.add(row, stored_blocks=len(good), stored_bytes=shape.payload_bytes * len(good))
-        for index in good:
-            lease.settled[index] = state
+        lease.settled.update(dict.fromkeys(good, state))
+
+    def _arrived(self, lease: WriteLease, index: int, slot: Slot, checksums: dict[int, int]) -> bool:
+        """Whether a payload came over the wire whole and undamaged; if not, its slot is freed."""
+        if slot.filled < slot.payload_bytes:
+            lease.settled[index] = pb.CommitState.INCOMPLETE
+        elif checksum(self.store.arena.view(slot)) != checksums[index]:
+            lease.settled[index] = pb.CommitState.CHECKSUM_MISMATCH
+            self.events["checksum_mismatches"] += 1
+        else:
+            return True
+        self.store.arena.abandon(slot)
+        return False
 
     def _take_staged(self, lease: WriteLease) -> list[Slot]:
         """Under the lock: ends the reservation of what is not settled; the slots are the caller's to free."""
-        slots = [staging.slot for staging in lease.staged.values()]
+        slots = list(lease.staged.values())
         lease.staged.clear()
         self._being_written.difference_update(slot.identity for slot in slots)
         return slots
@@ -454,19 +452,33 @@ class Service:
             self.store.arena.abandon(slot)
 
 
+def _positions(slots: Sequence[Slot | None]) -> tuple[bytes, bytes]:
+    """Offsets and checksums of slots, packed; those that are not ready are NO_SLOT.
+
+    A checksum is given where the daemon has not checked the bytes yet: the reader does, or takes it for a miss.
+    """
+    known = slots if None not in slots else [slot or _NOWHERE for slot in slots]
+    return b"".join([slot.position for slot in known]), b"".join([slot.unchecked for slot in known])  # type: ignore[union-attr]
+
+
+def _tiers_of(slots: Sequence[Slot | None]) -> bytes:
+    if None not in slots:
+        return bytes([_DRAM]) * len(slots)
+    return bytes(_DISK if slot is None else _DRAM for slot in slots)
+
+
 def _check_shard(shard: int, shards: int) -> None:
     if shard >= shards:
         raise InvalidCall(f"shard {shard} is asked; the namespace has {shards}")
 
 
-def _keys(packed: bytes) -> list[bytes]:
-    try:
-        keys = unpack_keys(packed)
-    except ValueError as error:
-        raise InvalidCall(str(error)) from error
-    if len(keys) > MAX_KEYS:
-        raise InvalidCall(f"{len(keys)} keys are asked; the limit is {MAX_KEYS}")
-    return keys
+def _count_keys(packed: bytes) -> int:
+    count, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise InvalidCall(f"keys field has {len(packed)} bytes, not a multiple of {KEY_BYTES}")
+    if count > MAX_KEYS:
+        raise InvalidCall(f"{count} keys are asked; the limit is {MAX_KEYS}")
+    return count
 
 
 def _lookup_row(traffic_class: str, model: str, row: Row) -> pb.LookupRow:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cachesvc.arena.arena import Arena, Slot
@@ -27,17 +26,6 @@ from cachesvc.record import checksum
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import page_aligned
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A written slot that is to become visible. `checksum` 0: not known, the flusher computes it."""
-
-    slot: Slot
-    shape: Shape
-    traffic_class: TrafficClass
-    checksum: int
-    verified: bool
 
 
 class Store:
@@ -104,25 +92,33 @@ class Store:
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
-    def accepts_writes(self) -> bool:
-        """Whether a write has a chance now: false for a while after the disk failed one."""
-        return self.disk.accepts_writes()
+    def reserve(self, identities: Sequence[bytes], payload_bytes: int) -> list[Slot]:
+        """Slots to write the first of these blocks into, as many as there is room for; none while the disk fails."""
+        return self.arena.reserve(identities, payload_bytes) if self.disk.accepts_writes() else []
 
-    def commit(self, commits: Sequence[Commit], *, durable: bool) -> None:
-        """Makes written blocks visible, in prefix order; with `durable` they are on disk when this returns.
+    def commit(
+        self,
+        slots: Sequence[Slot],
+        checksums: Sequence[int],
+        shape: Shape,
+        traffic_class: TrafficClass,
+        *,
+        verified: bool,
+        durable: bool,
+    ) -> None:
+        """Makes written slots visible, in prefix order; with `durable` they are on disk when this returns.
 
+        A checksum of 0 is not known: the flusher computes it. `verified` says that the bytes were found to have theirs.
         Raises `WriteRefused`, with all of them dropped, when `durable` is asked and the disk refuses.
         """
         now = self._clock.now()
-        identities = []
-        for commit in commits:
-            identity = commit.slot.identity
-            if self.arena.publish(commit.slot, commit.checksum, verified=commit.verified):
-                entry = Entry(commit.shape, None, 0, commit.checksum, now, now, commit.traffic_class)
-                self.catalog.add(identity, entry)
-            elif self.catalog.where(identity) is None:
+        identities = [slot.identity for slot in slots]
+        published = self.arena.publish(slots, checksums, verified=verified)
+        new = zip(identities, checksums, published, strict=True)
+        self.catalog.add((i, Entry(shape, None, 0, c, now, now, traffic_class)) for i, c, shown in new if shown)
+        for identity, shown in zip(identities, published, strict=True):
+            if not shown and self.catalog.where(identity) is None:
                 self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody
-            identities.append(identity)
         if durable:
             try:
                 self._flusher.flush(identities, durable=True)
@@ -132,7 +128,7 @@ class Store:
                     if lost is not None and lost.segment is None:
                         self.catalog.drop(identity, lost, MissReason.EVICTED)
                 raise
-        self._flusher.add(identities)
+        self._flusher.add(identities, shape.payload_bytes * len(identities))
 
     # ---- housekeeping --------------------------------------------------------------------------------------------
 
@@ -185,5 +181,5 @@ class Store:
                 if entry is not None:
                     self.catalog.drop(slot.identity, entry, MissReason.CORRUPT)
                 raise BlockUnreadable("block in the arena is not what its writer committed", corrupt=True)
-            slot.checksum, slot.verified = found, True
+            slot.set_verified(found)
         return slot.checksum

@@ -12,23 +12,24 @@ import mmap
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, TimedOut, Unreachable, from_status
+from cachesvc.connector.prefault import Prefault
 from cachesvc.rpc import cache_pb2 as pb
+from cachesvc.rpc.frames import Frames
 
 NO_SLOT: Final = 2**64 - 1
 MAX_REPLY_BYTES: Final = 4 << 20
 """Far more than the replies to the largest calls; a longer one is a lie and ends the connection."""
 
-_HEAD: Final = struct.Struct("<IB")
 _METHODS: Final[dict[str, tuple[int, Any]]] = {
     "Attach": (1, pb.AttachReply),
     "Match": (2, pb.MatchReply),
@@ -52,6 +53,7 @@ class Session:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self.frames = Frames(connection, MAX_REPLY_BYTES)
         self.lock = threading.Lock()
         self.ended = False
         _SESSIONS.add(self)
@@ -104,6 +106,7 @@ class Arena:
         # Weak: a session ends with the thread that used it, once no lease of it is used any more.
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
+        self._prefault = Prefault([])
         try:
             self._own.session, reply, descriptors = self._connect(time.monotonic() + timeout_s)
         except OSError as error:
@@ -113,19 +116,24 @@ class Arena:
         try:
             read, write = descriptors
             _check_sealed(read, reply.arena_bytes)
-            self._readable = memoryview(mmap.mmap(read, reply.arena_bytes, prot=mmap.PROT_READ))
-            self._writable = memoryview(mmap.mmap(write, reply.arena_bytes))
+            readable = mmap.mmap(read, reply.arena_bytes, prot=mmap.PROT_READ)
+            writable = mmap.mmap(write, reply.arena_bytes)
         except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise ArenaUnavailable(f"{path}: the shared memory cannot be mapped: {error}") from error
         finally:
             _close_all(descriptors)
+        self._size = len(readable)
+        self._readable, self._writable = memoryview(readable), memoryview(writable)
+        self._prefault = Prefault([(readable, False), (writable, True)])
+        self._prefault.start()
 
     def close(self) -> None:
         """Ends all sessions, and calls that are under way with `Unreachable`."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions)
+        self._prefault.stop()
         for session in sessions:
             session.end()
 
@@ -138,7 +146,10 @@ class Arena:
         return session
 
     def call(self, name: str, request: Any, deadline_s: float) -> Any:
-        """The reply. Raises `CacheError`; after a call that was not answered in time the session is ended."""
+        """The reply; None for Release, which has none. Raises `CacheError`.
+
+        After a call that was not answered in time the session is ended.
+        """
         deadline = time.monotonic() + deadline_s
         session = getattr(self._own, "session", None)
         try:
@@ -146,7 +157,7 @@ class Arena:
                 session, _, descriptors = self._connect(deadline)
                 _close_all(descriptors)
                 self._own.session = session
-            return self._exchange(session.connection, name, request, deadline)
+            return _exchange(session.frames, name, request, deadline)
         except TimeoutError as error:
             self._drop()
             raise TimedOut(f"{name}: no answer from {self._path} within {deadline_s:.3f} s") from error
@@ -163,29 +174,23 @@ class Arena:
         return self._writable[self._checked(offset, size) : offset + size]
 
     def _checked(self, offset: int, size: int) -> int:
-        if offset % mmap.PAGESIZE or offset + size > len(self._readable):
-            raise BadAnswer(f"slot at {offset} of {size} bytes does not lie in the arena of {len(self._readable)}")
+        if offset % mmap.PAGESIZE or offset + size > self._size:
+            if offset == NO_SLOT:
+                raise BadAnswer("a block was granted without a slot")
+            raise BadAnswer(f"slot at {offset} of {size} bytes does not lie in the arena of {self._size}")
         return offset
 
     def _connect(self, deadline: float) -> tuple[Session, Any, list[int]]:
         """A new session: connection, the daemon's reply, and the arena's descriptors for the caller to close."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            connection.settimeout(_remaining(deadline))
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(self._path)
-            connection.sendall(_framed("Attach", self._attach))
-            # Descriptors come with the first byte of the reply, and only with a call that asks for them.
-            first, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
-            if not first:
-                raise EOFError("the daemon closed the connection")
-            try:
-                reply = _read_reply(connection, "Attach", deadline, first)
-                if reply.boot_id != self.boot_id or len(descriptors) != 2:
-                    raise NotAttached(f"{self._path} belongs to boot {reply.boot_id.hex()}, not {self.boot_id.hex()}")
-            except BaseException:
-                _close_all(descriptors)
-                raise
             session = Session(connection)
+            reply, descriptors = _attach(session, self._attach, deadline)
+            if reply.boot_id != self.boot_id or len(descriptors) != 2:
+                _close_all(descriptors)
+                raise NotAttached(f"{self._path} belongs to boot {reply.boot_id.hex()}, not {self.boot_id.hex()}")
             with self._lock:
                 if self._closed:
                     _close_all(descriptors)
@@ -195,11 +200,6 @@ class Arena:
             connection.close()
             raise
         return session, reply, descriptors
-
-    def _exchange(self, connection: socket.socket, name: str, request: Any, deadline: float) -> Any:
-        connection.settimeout(_remaining(deadline))
-        connection.sendall(_framed(name, request))
-        return _read_reply(connection, name, deadline)
 
     def _drop(self) -> None:
         """Ends this thread's session: its next call makes another."""
@@ -226,43 +226,36 @@ def slot_positions(packed: bytes, count: int, name: str) -> Sequence[int]:
     """Unpacks `count` fixed64 values. Raises `BadAnswer` for another number of bytes."""
     if len(packed) != 8 * count:
         raise BadAnswer(f"{name}: {len(packed)} bytes came for {count} slots")
-    return struct.unpack(f"<{count}Q", packed)
+    return array("Q", packed)
 
 
-def _framed(name: str, request: Any) -> bytes:
-    message: bytes = request.SerializeToString()
-    return _HEAD.pack(1 + len(message), _METHODS[name][0]) + message
+def _attach(session: Session, request: Any, deadline: float) -> tuple[Any, list[int]]:
+    """The daemon's reply, and the descriptors that came with it, for the caller to close."""
+    session.frames.send(_METHODS["Attach"][0], request.SerializeToString(), deadline)
+    session.connection.settimeout(max(0.001, deadline - time.monotonic()))
+    # Descriptors come with the first byte of the reply, and only with a call that asks for them.
+    first, descriptors, _, _ = socket.recv_fds(session.connection, 1, 2)
+    session.connection.settimeout(None)
+    try:
+        if not first:
+            raise EOFError("the daemon closed the connection")
+        session.frames.feed(first)
+        return _reply(session.frames, "Attach", deadline), descriptors
+    except BaseException:
+        _close_all(descriptors)
+        raise
 
 
-def _read_reply(connection: socket.socket, name: str, deadline: float, begun: bytes = b"") -> Any:
-    length, status = _HEAD.unpack(begun + _receive(connection, _HEAD.size - len(begun), deadline))
-    if not 1 <= length <= MAX_REPLY_BYTES:
-        raise EOFError(f"a reply of {length} bytes")
-    body = _receive(connection, length - 1, deadline)
+def _exchange(frames: Frames, name: str, request: Any, deadline: float) -> Any:
+    frames.send(_METHODS[name][0], request.SerializeToString(), deadline)
+    return None if name == "Release" else _reply(frames, name, deadline)
+
+
+def _reply(frames: Frames, name: str, deadline: float) -> Any:
+    status, body = frames.receive(deadline)
     if status:
         raise from_status(status, name, body.decode(errors="replace"))
     return _METHODS[name][1].FromString(body)
-
-
-def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly `size` bytes. Raises `TimeoutError`, `EOFError`, `OSError`."""
-    data = bytearray(size)
-    view = memoryview(data)
-    done = 0
-    while done < size:
-        connection.settimeout(_remaining(deadline))
-        got = connection.recv_into(view[done:])
-        if not got:
-            raise EOFError("the daemon closed the connection")
-        done += got
-    return bytes(data)
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining
 
 
 def _check_sealed(descriptor: int, size: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from cachesvc.connector.arena import NO_SLOT, Arena, ArenaUnavailable, Session, slot_positions
+from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
@@ -39,6 +39,11 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+# Bytes put into slots between two looks at the clock: far less than the margin of any lease.
+_LOCKED_COPY_BYTES: Final = 8 << 20
+# A copy of fewer bytes takes less time than to let other threads run meanwhile.
+_SHORT_COPY_BYTES: Final = 256 << 10
 
 logger = logging.getLogger("cachesvc.connector")
 
@@ -238,15 +243,7 @@ class Client:
     def put(self, attachment: Attachment, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
         """Copies (index, payload) pairs into the arena, or sends them in chunks."""
         if reservation.arena is not None and reservation.session is not None:
-            for index, payload in payloads:
-                position = reservation.slots[index]
-                if position == NO_SLOT:
-                    raise BadAnswer("Reserve: a key was granted without a slot")
-                target = reservation.arena.writable(position, payload.nbytes)
-                with reservation.session.lock:
-                    if reservation.session.ended or time.monotonic() >= reservation.ends:
-                        raise LeaseLost("Put: the write lease ended while its slots were being filled")
-                    copy(target, payload)
+            _fill(reservation, payloads)
             return
         chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
         reply = self._call("Put", chunks, self._options.save_deadline_s, attachment)
@@ -308,7 +305,7 @@ class Client:
                 reply = self._start(name, request, deadline_s, **how)
         except grpc.RpcError as error:
             raise from_rpc_error(error, name) from error
-        if attachment is not None and reply.boot_id != attachment.boot_id:
+        if attachment is not None and reply is not None and reply.boot_id != attachment.boot_id:
             raise NotAttached(f"{name}: boot {reply.boot_id.hex()} answers, attached to {attachment.boot_id.hex()}")
         return reply
 
@@ -332,8 +329,27 @@ class Client:
             return self._stubs
 
 
+def _fill(reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
+    """Copies payloads into their slots. Raises `LeaseLost` when the lease ends before it is done."""
+    arena, session = reservation.arena, reservation.session
+    assert arena is not None and session is not None
+    size = payloads[0][1].nbytes if payloads else 1
+    step = max(1, _LOCKED_COPY_BYTES // size)
+    for start in range(0, len(payloads), step):
+        part = payloads[start : start + step]
+        targets = [arena.writable(reservation.slots[index], size) for index, _ in part]
+        with session.lock:
+            if session.ended or time.monotonic() >= reservation.ends:
+                raise LeaseLost("Put: the write lease ended while its slots were being filled")
+            for target, (_, payload) in zip(targets, part, strict=True):
+                copy(target, payload)
+
+
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copies bytes without holding up other threads. Both must be writable buffers of the same size."""
+    """Copies bytes between buffers of the same size; large ones (writable both) without holding up other threads."""
+    if source.nbytes < _SHORT_COPY_BYTES:
+        target[:] = source
+        return
     assert target.nbytes == source.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
     into, out_of = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
     ctypes.memmove(into, out_of, source.nbytes)

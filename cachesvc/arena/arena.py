@@ -16,6 +16,7 @@ with its last pin. So nobody ever reads a slot that has become another block's.
 from __future__ import annotations
 
 import enum
+import struct
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,10 +41,19 @@ class SlotState(enum.Enum):
 READY: Final = (SlotState.CLEAN, SlotState.DIRTY)
 """States in which a slot's bytes may be read."""
 
+_FIXED64: Final = struct.Struct("<Q")
+NO_SLOT: Final = _FIXED64.pack(2**64 - 1)
+"""Position of a block that is in no slot, or in one whose bytes may not be read yet."""
+_CHECKED: Final = bytes(8)
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot in use. `checksum` is 0 while unknown; `verified` says that the bytes were found to have it."""
+    """One slot in use. `checksum` is 0 while unknown; `verified` says that the bytes were found to have it.
+
+    `position` and `unchecked` are the offset and the checksum that a reader must still check, as they travel (fixed64):
+    look-ups answer with thousands of them.
+    """
 
     identity: bytes
     offset: int
@@ -53,10 +63,29 @@ class Slot:
     checksum: int = 0
     verified: bool = False
     detached: bool = False
+    filled: int = 0
+    """Bytes put into it so far, where they come in parts."""
+    position: bytes = NO_SLOT
+    unchecked: bytes = _CHECKED
+
+    @property
+    def where(self) -> bytes:
+        """The offset as it travels, whatever the state."""
+        return _FIXED64.pack(self.offset)
+
+    def set_ready(self, state: SlotState, checksum: int, *, verified: bool) -> None:
+        self.state, self.checksum, self.verified = state, checksum, verified
+        self.position = self.where
+        if not verified:
+            self.unchecked = _FIXED64.pack(checksum)
+
+    def set_verified(self, checksum: int) -> None:
+        """The bytes were found to have this checksum."""
+        self.checksum, self.verified, self.unchecked = checksum, True, _CHECKED
 
 
 class Arena:
-    """Thread-safe. At the end of its memory, `reserve` and `load` return None; nothing ever waits."""
+    """Thread-safe. At the end of its memory, `reserve` and `load` give nothing; nothing ever waits."""
 
     def __init__(self, memory: ArenaMemory, policy: Policy[bytes], slab_bytes: int) -> None:
         self.memory = memory
@@ -70,15 +99,17 @@ class Arena:
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def reserve(self, identity: bytes, payload_bytes: int) -> Slot | None:
-        """A slot to write a block into. Half of the arena at most is given to blocks that are not yet on disk."""
+    def reserve(self, identities: Sequence[bytes], payload_bytes: int) -> list[Slot]:
+        """Slots to write blocks into, for the first of them, as many as there is room for.
+
+        Half of the arena at most is given to blocks that are not yet on disk.
+        """
+        size = slot_bytes(payload_bytes)
         with self._lock:
-            if self._unflushed + slot_bytes(payload_bytes) > self.memory.size // 2:
-                return None
-            slot = self._take(identity, payload_bytes, SlotState.WRITING)
-            if slot is not None:
-                self._unflushed += slot_bytes(payload_bytes)
-            return slot
+            count = min(len(identities), (self.memory.size // 2 - self._unflushed) // size)
+            slots = self._take(identities[: max(0, count)], payload_bytes, SlotState.WRITING)
+            self._unflushed += size * len(slots)
+            return slots
 
     def abandon(self, slot: Slot) -> None:
         """The writer gives up; it must not touch the slot any more."""
@@ -86,24 +117,29 @@ class Arena:
             self._expect(slot, SlotState.WRITING)
             self._free(slot)
 
-    def publish(self, slot: Slot, checksum: int, *, verified: bool) -> bool:
-        """Makes a written block visible. False, and the slot is freed, when the block is there already."""
+    def publish(self, slots: Sequence[Slot], checksums: Sequence[int], *, verified: bool) -> list[bool]:
+        """Makes written blocks visible. False for one that is there already: its slot is freed."""
+        shown = []
         with self._lock:
-            self._expect(slot, SlotState.WRITING)
-            if slot.identity in self._resident:
-                self._free(slot)
-                return False
-            slot.state, slot.checksum, slot.verified = SlotState.DIRTY, checksum, verified
-            self._resident[slot.identity] = slot
-            self._policy.insert(slot.identity)
-            return True
+            for slot, checksum in zip(slots, checksums, strict=True):
+                self._expect(slot, SlotState.WRITING)
+                new = slot.identity not in self._resident
+                if new:
+                    slot.set_ready(SlotState.DIRTY, checksum, verified=verified)
+                    self._resident[slot.identity] = slot
+                    self._policy.insert(slot.identity)
+                else:
+                    self._free(slot)
+                shown.append(new)
+        return shown
 
-    def flushed(self, slot: Slot) -> None:
-        """The block is in a lower tier now."""
+    def flushed(self, slots: Iterable[Slot]) -> None:
+        """The blocks are in a lower tier now."""
         with self._lock:
-            if slot.state is SlotState.DIRTY:
-                slot.state = SlotState.CLEAN
-                self._unflushed -= slot_bytes(slot.payload_bytes)
+            for slot in slots:
+                if slot.state is SlotState.DIRTY:
+                    slot.state = SlotState.CLEAN
+                    self._unflushed -= slot_bytes(slot.payload_bytes)
 
     # ---- promotion -----------------------------------------------------------------------------------------------
 
@@ -112,18 +148,18 @@ class Arena:
         with self._lock:
             if identity in self._resident:
                 return None
-            slot = self._take(identity, payload_bytes, SlotState.LOADING)
-            if slot is not None:
+            for slot in self._take([identity], payload_bytes, SlotState.LOADING):
                 slot.pins = 1
                 self._resident[identity] = slot
                 self._policy.insert(identity)
-            return slot
+                return slot
+            return None
 
     def loaded(self, slot: Slot, checksum: int) -> None:
         """The slot holds the verified block; `load`'s pin is given back."""
         with self._lock:
             self._expect(slot, SlotState.LOADING)
-            slot.state, slot.checksum, slot.verified = SlotState.CLEAN, checksum, True
+            slot.set_ready(SlotState.CLEAN, checksum, verified=True)
             self._unpin(slot)
 
     def load_failed(self, slot: Slot) -> None:
@@ -139,19 +175,23 @@ class Arena:
     def pin(self, identities: Sequence[bytes]) -> list[Slot | None]:
         """The slots of resident or loading blocks, each pinned until `unpin`; touched tail first."""
         with self._lock:
-            get = self._resident.get
-            found = [get(identity) for identity in identities]
-            for slot in found:
-                if slot is not None:
-                    slot.pins += 1
-            self._policy.touch_all(slot.identity for slot in reversed(found) if slot is not None)
+            found = list(map(self._resident.get, identities))
+            if None not in found:
+                for slot in found:
+                    slot.pins += 1  # type: ignore[union-attr]  # as just seen
+                self._policy.touch_all(reversed(identities))
+                return found
+            here = [slot for slot in found if slot is not None]
+            for slot in here:
+                slot.pins += 1
+            self._policy.touch_all(slot.identity for slot in reversed(here))
             return found
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         with self._lock:
             for slot in slots:
-                slot.pins -= 1
-                if slot.pins <= 0:
+                slot.pins = pins = slot.pins - 1
+                if pins <= 0 and (pins or slot.detached):
                     self._unpinned(slot)
 
     def resident(self, identity: bytes) -> bool:
@@ -214,30 +254,39 @@ class Arena:
 
     # ---- inside, under the lock ----------------------------------------------------------------------------------
 
-    def _take(self, identity: bytes, payload_bytes: int, state: SlotState) -> Slot | None:
+    def _take(self, identities: Sequence[bytes], payload_bytes: int, state: SlotState) -> list[Slot]:
+        """Slots for the first of the blocks, as many as can be had."""
         size = slot_bytes(payload_bytes)
         if size > self.max_payload_bytes:
-            return None
-        offset = self._slabs.allocate(size)
-        if offset is None and self._make_room(size):
-            offset = self._slabs.allocate(size)
-        if offset is None:
-            return None
-        slot = Slot(identity, offset, payload_bytes, state)
-        self._at[offset] = slot
-        return slot
+            return []
+        offsets = self._slabs.allocate(size, len(identities))
+        while len(offsets) < len(identities) and self._make_room(size, len(identities) - len(offsets)):
+            offsets += self._slabs.allocate(size, len(identities) - len(offsets))
+        slots = [Slot(identity, offset, payload_bytes, state) for identity, offset in zip(identities, offsets)]  # noqa: B905
+        self._at.update(zip(offsets, slots, strict=True))
+        return slots
 
-    def _make_room(self, size: int) -> bool:
-        """Evicts the first block of that size that may leave, or else empties the first slab that can be emptied."""
+    def _make_room(self, size: int, count: int) -> bool:
+        """Evicts the first blocks of that size that may leave, or else empties the first slab that can be emptied.
+
+        False when nothing could be gained.
+        """
+        same: list[Slot] = []
         first: list[Slot] = []
         for identity in islice(self._policy.victims(), _SEARCH):
             slot = self._resident[identity]
             if not self._evictable(slot):
                 continue
             if slot_bytes(slot.payload_bytes) == size:
-                self._evict(slot)
-                return True
-            first.append(slot)
+                same.append(slot)
+                if len(same) == count:
+                    break
+            else:
+                first.append(slot)
+        for slot in same:
+            self._evict(slot)
+        if same:
+            return True
         seen: set[int] = set()
         for slot in first:
             if self._slabs.number(slot.offset) in seen:

@@ -43,27 +43,34 @@ class Slabs:
         self._slabs: dict[int, _Slab] = {}
         self._open: dict[int, set[int]] = {}
         """Slabs with a free slot, by slot size."""
+        self.bytes_taken = 0
 
-    def allocate(self, size: int) -> int | None:
-        """Offset of a free slot of `size` bytes (whole pages), or None when there is none. Raises `ValueError`."""
+    def allocate(self, size: int, count: int) -> list[int]:
+        """Offsets of up to `count` free slots of `size` bytes (whole pages), as many as there are, neighbours first.
+
+        Raises `ValueError`.
+        """
         if size <= 0 or size % PAGE or size > self.slab_bytes:
             raise ValueError(f"no slot has {size} bytes; whole pages up to {self.slab_bytes} are possible")
+        found: list[int] = []
         candidates = self._open.setdefault(size, set())
-        if not candidates:
-            if not self._free_slabs:
-                return None
-            number = self._free_slabs.pop()
-            base = number * self.slab_bytes
-            slots = self.slab_bytes // size
-            self._slabs[number] = _Slab(size, [base + i * size for i in range(slots - 1, -1, -1)])
-            candidates.add(number)
-        number = next(iter(candidates))
-        slab = self._slabs[number]
-        offset = slab.free.pop()
-        slab.taken.add(offset)
-        if not slab.free:
-            candidates.discard(number)
-        return offset
+        while len(found) < count and (candidates or self._free_slabs):
+            if not candidates:
+                number = self._free_slabs.pop()
+                base = number * self.slab_bytes
+                slots = self.slab_bytes // size
+                self._slabs[number] = _Slab(size, [base + i * size for i in range(slots - 1, -1, -1)])
+                candidates.add(number)
+            number = next(iter(candidates))
+            slab = self._slabs[number]
+            part = slab.free[: -1 - count + len(found) : -1]
+            del slab.free[-len(part) :]
+            slab.taken.update(part)
+            found += part
+            if not slab.free:
+                candidates.discard(number)
+        self.bytes_taken += size * len(found)
+        return found
 
     def free(self, offset: int) -> None:
         """Gives a slot back. Raises `ValueError` for one that is not taken."""
@@ -72,6 +79,7 @@ class Slabs:
         if slab is None or offset not in slab.taken:
             raise ValueError(f"slot at {offset} is not taken")
         slab.taken.remove(offset)
+        self.bytes_taken -= slab.slot
         slab.free.append(offset)
         self._open[slab.slot].add(number)
         if not slab.taken:
@@ -88,10 +96,6 @@ class Slabs:
         return frozenset(self._slabs[offset // self.slab_bytes].taken)
 
     @property
-    def bytes_taken(self) -> int:
-        return sum(slab.slot * len(slab.taken) for slab in self._slabs.values())
-
-    @property
     def bytes_free(self) -> int:
         """Bytes of slabs that serve no size now."""
         return len(self._free_slabs) * self.slab_bytes
@@ -99,6 +103,7 @@ class Slabs:
     def check(self) -> None:
         """Raises `AssertionError` when the books do not add up."""
         assert len(self._free_slabs) + len(self._slabs) == self.count
+        assert self.bytes_taken == sum(slab.slot * len(slab.taken) for slab in self._slabs.values())
         assert set(self._free_slabs).isdisjoint(self._slabs)
         for number, slab in self._slabs.items():
             base = number * self.slab_bytes

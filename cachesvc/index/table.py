@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cachesvc.classes import TrafficClass
+from cachesvc.keys import KEY_BYTES
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
 
@@ -19,10 +19,10 @@ def block_id(key: bytes, shard: int) -> bytes:
     return key + _SHARD.pack(shard)
 
 
-def block_ids(keys: Sequence[bytes], shard: int) -> list[bytes]:
-    """`block_id` of many keys."""
+def block_ids(packed: bytes, shard: int) -> list[bytes]:
+    """`block_id` of many keys, given back to back."""
     suffix = _SHARD.pack(shard)
-    return [key + suffix for key in keys]
+    return [packed[i : i + KEY_BYTES] + suffix for i in range(0, len(packed), KEY_BYTES)]
 
 
 def split_id(identity: bytes) -> tuple[bytes, int]:
@@ -46,10 +46,18 @@ class Entry:
     used: float
     traffic_class: TrafficClass
     touched: bool = False
+    expires: float = field(init=False)
 
-    @property
-    def expires(self) -> float:
-        return self.used + self.traffic_class.ttl
+    def __post_init__(self) -> None:
+        self.expires = self.used + self.traffic_class.ttl
+
+    def touch(self, traffic_class: TrafficClass, now: float) -> None:
+        """A use by a request of that class."""
+        self.used = max(self.used, now)
+        self.touched = True
+        if traffic_class.ttl > self.traffic_class.ttl:
+            self.traffic_class = traffic_class
+        self.expires = self.used + self.traffic_class.ttl
 
 
 Table = dict[bytes, Entry]

@@ -31,9 +31,9 @@ Shared memory on one host. The daemon keeps resident payloads in one memory area
 host may map. AttachReply names a Unix socket for it. On that socket the same messages travel, each framed as
   request: length uint32 ‖ method uint8 ‖ message          reply: length uint32 ‖ status uint8 ‖ message or error text
 (little-endian; the length counts what follows it; methods: 1 Attach, 2 Match, 3 Load, 4 Reserve, 5 Commit, 6 Abort,
-7 Release, 8 Report; status: 0 or a gRPC status code). Each connection begins with Attach; with its reply travel two
-descriptors of the arena (SCM_RIGHTS): one to map for reading, one to map for writing. A connection is a session: its
-closing ends the leases that were taken on it. Rules for clients:
+7 Release, 8 Report; status: 0 or a gRPC status code). Release is not answered: nobody waits for it. Each connection
+begins with Attach; with its reply travel two descriptors of the arena (SCM_RIGHTS): one to map for reading, one to
+map for writing. A connection is a session: its closing ends the leases that were taken on it. Rules for clients:
 * Slot positions are byte offsets into the arena; NO_SLOT (all bits set) stands for "not there".
 * Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
   used again before the client says so (Abort) or closes the session.

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +22,15 @@ from cachesvc.errors import CallError
 from cachesvc.leases import Session
 from cachesvc.limits import MAX_MESSAGE_BYTES, MAX_SESSIONS
 from cachesvc.rpc import cache_pb2 as pb
+from cachesvc.rpc.frames import Frames
 from cachesvc.server.grpc import CODES
 from cachesvc.service import Service
 
 log = logging.getLogger("cachesvc.server")
 
-_HEAD: Final = struct.Struct("<IB")
 _ATTACH: Final = 1
+_RELEASE: Final = 7
+_OK: Final = int(grpc.StatusCode.OK.value[0])
 
 # Seconds that a client may take to send the rest of a message it began, or to take a reply.
 _STALL: Final = 10.0
@@ -52,7 +53,7 @@ class LocalServer:
             4: (pb.ReserveRequest, service.reserve, True),
             5: (pb.CommitRequest, service.commit, True),
             6: (pb.AbortRequest, service.abort, True),
-            7: (pb.ReleaseRequest, service.release, False),
+            _RELEASE: (pb.ReleaseRequest, service.release, False),
             8: (pb.ReportRequest, service.report, False),
         }
         self._connections: set[socket.socket] = set()
@@ -121,43 +122,24 @@ class LocalServer:
                 self._service.end_session(session)
 
     def _talk(self, connection: socket.socket, session: Session) -> None:
+        frames = Frames(connection, MAX_MESSAGE_BYTES)
         attached = False
-        while True:
-            connection.settimeout(None)
-            first = connection.recv(1)
-            if not first:
-                return
-            connection.settimeout(_STALL)
-            length, number = _HEAD.unpack(first + _receive(connection, _HEAD.size - 1))
-            if not 1 <= length <= MAX_MESSAGE_BYTES or number not in self._methods or attached == (number == _ATTACH):
-                raise EOFError(f"malformed or untimely call {number} of {length} bytes")
+        while frames.wait():
+            number, body = frames.receive(time.monotonic() + _STALL)
+            if number not in self._methods or attached == (number == _ATTACH):
+                raise EOFError(f"malformed or untimely call {number} of {len(body)} bytes")
             request_type, method, takes_session = self._methods[number]
-            request = request_type.FromString(_receive(connection, length - 1))
+            request = request_type.FromString(body)
             arguments: list[Any] = [request, session] if takes_session else [request]
             try:
-                reply = method(*arguments).SerializeToString()
+                code, reply = _OK, method(*arguments).SerializeToString()
             except CallError as error:
-                text = str(error).encode()
-                connection.sendall(_HEAD.pack(1 + len(text), CODES[type(error)].value[0]) + text)
-                continue
-            message = _HEAD.pack(1 + len(reply), grpc.StatusCode.OK.value[0]) + reply
-            if number == _ATTACH:
-                memory = self._service.store.arena.memory
-                sent = socket.send_fds(connection, [message], [memory.readable, memory.writable])
-                connection.sendall(message[sent:])
+                code, reply = CODES[type(error)].value[0], str(error).encode()
+            if number == _RELEASE:
+                continue  # nobody waits for it
+            descriptors: list[int] = []
+            if number == _ATTACH and code == _OK:
                 attached = True
-            else:
-                connection.sendall(message)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes. Raises `EOFError`, `OSError`."""
-    data = bytearray(size)
-    view = memoryview(data)
-    done = 0
-    while done < size:
-        got = connection.recv_into(view[done:])
-        if not got:
-            raise EOFError("the client closed its connection within a message")
-        done += got
-    return bytes(data)
+                memory = self._service.store.arena.memory
+                descriptors = [memory.readable, memory.writable]
+            frames.send(code, reply, time.monotonic() + _STALL, descriptors)

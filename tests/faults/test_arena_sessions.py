@@ -104,6 +104,7 @@ def test_a_saver_does_not_write_after_its_session_ended(
         original(target, source)
 
     monkeypatch.setattr(connector_client, "copy", slow_copy)
+    monkeypatch.setattr(connector_client, "_LOCKED_COPY_BYTES", SIZE)  # look at the session before each of the blocks
     p = cache.match(PROMPT)
     cache.save(
         p, 128 * BLOCKS, lambda first, buffers: [b.__setitem__(slice(None), b"\xee" * SIZE) for b in buffers] and None

@@ -43,11 +43,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.view(slot)[:] = data
         return data
 
-    @rule(key=KEYS, size=st.sampled_from(SIZES))
-    def reserve(self, key: bytes, size: int) -> None:
-        slot = self.arena.reserve(key, size)
-        if slot is not None:
-            self.writing.append((slot, self.fill(slot)))
+    @rule(keys=st.lists(KEYS, max_size=4, unique=True), size=st.sampled_from(SIZES))
+    def reserve(self, keys: list[bytes], size: int) -> None:
+        slots = self.arena.reserve(keys, size)
+        assert [slot.identity for slot in slots] == keys[: len(slots)]
+        self.writing += [(slot, self.fill(slot)) for slot in slots]
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), commit=st.booleans())
@@ -55,7 +55,7 @@ class ArenaMachine(RuleBasedStateMachine):
         slot, content = self.writing.pop(data.draw(st.integers(0, len(self.writing) - 1)))
         if not commit:
             self.arena.abandon(slot)
-        elif self.arena.publish(slot, 1, verified=True):
+        elif self.arena.publish([slot], [1], verified=True) == [True]:
             self.content[slot.identity] = content
 
     @precondition(lambda self: self.content)
@@ -66,7 +66,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert slot is not None, "a block that is not on disk was lost"
         assert slot.state is SlotState.DIRTY
         assert bytes(self.arena.view(slot)) == self.content.pop(key)
-        self.arena.flushed(slot)
+        self.arena.flushed([slot])
         self.arena.unpin([slot])
 
     @rule(key=KEYS, size=st.sampled_from(SIZES))
@@ -161,8 +161,8 @@ def test_memory_goes_to_another_size_when_it_is_needed_there() -> None:
 def test_half_of_the_arena_is_kept_for_what_is_on_disk() -> None:
     memory = ArenaMemory(4 * SLAB)
     arena = Arena(memory, LRU(), SLAB)
-    slots = [arena.reserve(bytes([n]) * 18, 4096) for n in range(20)]
-    assert [slot is not None for slot in slots] == [True] * 16 + [False] * 4
+    assert len(arena.reserve([bytes([n]) * 18 for n in range(20)], 4096)) == 16
+    assert arena.reserve([b"one more".ljust(18)], 4096) == []
     memory.close()
 
 

@@ -17,17 +17,20 @@ class SlabMachine(RuleBasedStateMachine):
         self.slabs = Slabs(5 * SLAB + 4096, SLAB)
         self.taken: dict[int, int] = {}
 
-    @rule(pages=st.sampled_from([1, 3, 5, 16]))
-    def allocate(self, pages: int) -> None:
+    @rule(pages=st.sampled_from([1, 3, 5, 16]), count=st.integers(0, 20))
+    def allocate(self, pages: int, count: int) -> None:
         size = pages * 4096
-        offset = self.slabs.allocate(size)
-        if offset is None:
+        offsets = self.slabs.allocate(size, count)
+        for offset in offsets:
+            assert offset % 4096 == 0 and offset + size <= 5 * SLAB
+            assert all(offset + size <= o or o + s <= offset for o, s in self.taken.items()), "slots overlap"
+            self.taken[offset] = size
+        if len(offsets) < count:
             whole = {o // SLAB for o in self.taken}
             assert len(whole) == 5, "a free slab was left while an allocation failed"
-            return
-        assert offset % 4096 == 0 and offset + size <= 5 * SLAB
-        assert all(offset + size <= o or o + s <= offset for o, s in self.taken.items()), "slots overlap"
-        self.taken[offset] = size
+            room = {number: SLAB // s for number in whole for o, s in self.taken.items() if o // SLAB == number}
+            mine = [number for number in whole if size in {s for o, s in self.taken.items() if o // SLAB == number}]
+            assert all(sum(o // SLAB == number for o in self.taken) == room[number] for number in mine)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())

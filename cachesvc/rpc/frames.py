@@ -1,0 +1,119 @@
+"""Length-prefixed messages on a stream socket: length uint32 ‖ code uint8 ‖ body (see ``cache.proto``), for both ends.
+
+The socket blocks in the kernel, with the kernel's own timeouts, and is read through a buffer: most messages cost one
+system call each way, where a Python socket with a timeout needs two for every part of a message.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final
+
+_HEAD: Final = struct.Struct("<IB")
+_TIMEVAL: Final = struct.Struct("@ll")
+_BUFFER_BYTES: Final = 256 << 10
+# Seconds after which the kernel gives a waiting call back, so that its deadline is looked at.
+_STEPS: Final = (10.0, 1.0, 0.1, 0.01, 0.001)
+
+
+class Frames:
+    """Not thread-safe: one thread talks at a time. Everything raises `OSError` when the connection breaks."""
+
+    def __init__(self, connection: socket.socket, limit: int) -> None:
+        """A message longer than `limit` bytes is a lie and ends the connection."""
+        connection.settimeout(None)
+        self._connection = connection
+        self._limit = limit
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._timeouts: dict[int, float] = {}
+
+    def send(self, code: int, body: bytes, deadline: float, descriptors: Sequence[int] = ()) -> None:
+        """Raises `TimeoutError` when the other end does not take it by `deadline` (`time.monotonic`).
+
+        `descriptors` travel with the first byte.
+        """
+        unsent = memoryview(_HEAD.pack(1 + len(body), code) + body)
+        while unsent:
+            self._wait_at_most(socket.SO_SNDTIMEO, deadline)
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self._connection, [unsent], descriptors)
+                else:
+                    sent = self._connection.send(unsent)
+            except BlockingIOError:
+                continue
+            unsent, descriptors = unsent[sent:], ()
+
+    def receive(self, deadline: float) -> tuple[int, bytes]:
+        """Code and body of the next message. Raises `TimeoutError` at `deadline`, `EOFError` for an end or a lie."""
+        self._fill(_HEAD.size, deadline)
+        length, code = _HEAD.unpack_from(self._buffer, self._start)
+        if not 1 <= length <= self._limit:
+            raise EOFError(f"a message of {length} bytes")
+        self._start += _HEAD.size
+        size = length - 1
+        if size <= len(self._buffer):
+            self._fill(size, deadline)
+            body = bytes(self._view[self._start : self._start + size])
+            self._start += size
+            return code, body
+        large = bytearray(size)
+        done = self._end - self._start
+        large[:done] = self._view[self._start : self._end]
+        self._start = self._end = 0
+        with memoryview(large) as target:
+            while done < size:
+                done += self._receive_into(target[done:], deadline)
+        return code, bytes(large)
+
+    def wait(self) -> bool:
+        """Waits, for ever, for a message to begin. False when the other end has closed instead."""
+        while self._start == self._end:
+            try:
+                self._fill(1, math.inf)
+            except EOFError:
+                return False
+        return True
+
+    def feed(self, data: bytes) -> None:
+        """Bytes that were received past this object, before anything else."""
+        self._view[self._end : self._end + len(data)] = data
+        self._end += len(data)
+
+    def _fill(self, size: int, deadline: float) -> None:
+        """Makes sure that the buffer holds at least `size` bytes to be read."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        if self._start + size > len(self._buffer):
+            rest = self._end - self._start
+            self._buffer[:rest] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, rest
+        while self._end - self._start < size:
+            self._end += self._receive_into(self._view[self._end :], deadline)
+
+    def _receive_into(self, target: memoryview, deadline: float) -> int:
+        while True:
+            self._wait_at_most(socket.SO_RCVTIMEO, deadline)
+            try:
+                got = self._connection.recv_into(target)
+            except BlockingIOError:
+                continue
+            if not got:
+                raise EOFError("the other end closed the connection")
+            return got
+
+    def _wait_at_most(self, option: int, deadline: float) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        step = next((step for step in _STEPS if step <= remaining), _STEPS[-1])
+        if self._timeouts.get(option) != step:
+            self._timeouts[option] = step
+            timeval = _TIMEVAL.pack(int(step), int(step % 1 * 1e6))
+            self._connection.setsockopt(socket.SOL_SOCKET, option, timeval)
