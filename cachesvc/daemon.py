@@ -13,9 +13,10 @@ from types import FrameType
 from cachesvc import __version__
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock, OffsetFileClock, SystemClock
-from cachesvc.config import ARENA_SUFFIX, Config, arena_of, budget_of
+from cachesvc.config import ARENA_SUFFIX, Config, arena_of, budget_of, split_host_port
 from cachesvc.limits import HOUSEKEEPING_SECONDS
 from cachesvc.metrics import serve_metrics
+from cachesvc.server.bulk import BulkServer
 from cachesvc.server.grpc import GrpcServer
 from cachesvc.server.local import LocalServer
 from cachesvc.service import Service
@@ -57,10 +58,13 @@ def serve(config: Config) -> None:
         service = Service(store, classes, clock, arena_socket=str(arena_socket))
         server = GrpcServer(service, socket=config.socket, listen=config.listen, workers=config.workers)
         local = LocalServer(service, arena_socket)
+        bulk = BulkServer(service, split_host_port(config.listen)[0]) if config.listen else None
         try:
             if config.metrics:
                 serve_metrics(service, config.metrics)
             local.start()
+            if bulk is not None:
+                bulk.start()
             server.start()
             log.info(
                 "cachesvc %s (process %d) serves on unix:%s%s; arena %.1f GB; store %s, budget %.1f GB; classes %s",
@@ -78,6 +82,8 @@ def serve(config: Config) -> None:
                     _survive(task)
         finally:
             local.stop()
+            if bulk is not None:
+                bulk.stop()
             server.stop(SHUTDOWN_GRACE)
     finally:
         store.close()

@@ -89,6 +89,9 @@ class WriteLease:
     traffic_class: TrafficClass
     staged: dict[int, Slot] = field(default_factory=dict)
     """Slots of granted keys that are not settled, by index."""
+    filling: dict[int, Slot] = field(default_factory=dict)
+    """Those that the bulk channel is just receiving into: nobody commits or frees them meanwhile."""
+    ended: bool = False
     settled: dict[int, CommitState.ValueType] = field(default_factory=dict)
     session: Session | None = None
 

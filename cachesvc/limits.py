@@ -57,8 +57,11 @@ PROMOTION_THREADS: Final = 2
 # Longest time (ms) that a Load waits for a block; a longer wish is cut.
 MAX_LOAD_WAIT_MS: Final = 10_000
 
-# Connections to the arena's socket; past it a new one is closed at once.
+# Connections to the arena's socket, and to the bulk channel; past it a new one is closed at once.
 MAX_SESSIONS: Final = 512
+
+# Seconds that a client on those may take to send the rest of what it began, or to take a reply; then it is cut off.
+CLIENT_STALL_SECONDS: Final = 10.0
 
 # Share of an evicted segment's records that may be kept by writing them again; the rest goes, so that room is gained.
 MAX_KEPT_SHARE: Final = 0.5

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
 
@@ -47,7 +48,20 @@ _NOWHERE: Final = Slot(b"", 0, 0, SlotState.LOADING)
 _SETTLED_LEASE_SECONDS: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One block on its way to a client. `miss` says why there are no data."""
+
+    index: int
+    data: memoryview
+    checksum: int
+    miss: pb.MissReason.ValueType = pb.MissReason.MISS_REASON_UNSPECIFIED
+
+
 class Service:
+    bulk_port = 0
+    """Of the bulk channel, as clients are told; 0 when there is none."""
+
     def __init__(self, store: Store, classes: TrafficClasses, clock: Clock, *, arena_socket: str = "") -> None:
         """`arena_socket` is the path that clients on this host are told; empty when there is none."""
         self.boot_id = secrets.token_bytes(16)
@@ -80,6 +94,7 @@ class Service:
             traffic_classes=self._classes.names,
             arena_socket=self._arena_socket,
             arena_bytes=self.store.arena.memory.size,
+            bulk_port=self.bulk_port,
         )
 
     def match(self, request: pb.MatchRequest, session: Session | None = None) -> pb.MatchReply:
@@ -154,31 +169,34 @@ class Service:
         return pb.LoadReply(boot_id=self.boot_id, slots=slots, checksums=checksums, miss=reason)
 
     def get(self, request: pb.GetRequest) -> Iterator[pb.GetReply]:
-        lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
         boot_id = self.boot_id
+        for block in self.payloads(request):
+            if block.miss:
+                yield pb.GetReply(boot_id=boot_id, index=block.index, miss=block.miss)
+            for offset in range(0, len(block.data), MAX_CHUNK_BYTES):
+                chunk = bytes(block.data[offset : offset + MAX_CHUNK_BYTES])
+                ends = offset + len(chunk) == len(block.data)
+                total = block.checksum if ends else 0
+                yield pb.GetReply(
+                    boot_id=boot_id, index=block.index, offset=offset, data=chunk, last=ends, checksum=total
+                )
+                boot_id = b""
+
+    def payloads(self, request: pb.GetRequest) -> Iterator[Payload]:
+        """The blocks that a Get asks for; the last may be a miss. Data is valid until the next is asked for."""
+        lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
         index = request.first
         part = slice(request.first, last)
         try:
-            for payload, total in self.store.read(
+            for data, total in self.store.read(
                 lease.identities[request.shard][part], lease.entries[request.shard][part]
             ):
-                for offset in range(0, len(payload), MAX_CHUNK_BYTES):
-                    chunk = bytes(payload[offset : offset + MAX_CHUNK_BYTES])
-                    ends = offset + len(chunk) == len(payload)
-                    yield pb.GetReply(
-                        boot_id=boot_id,
-                        index=index,
-                        offset=offset,
-                        data=chunk,
-                        last=ends,
-                        checksum=total if ends else 0,
-                    )
-                    boot_id = b""
-                self.accounting.add(lease.pass_.row, loaded_bytes=len(payload))
+                yield Payload(index, data, total)
+                self.accounting.add(lease.pass_.row, loaded_bytes=len(data))
                 index += 1
         except BlockUnreadable as error:
             reason = pb.MissReason.CORRUPT if error.corrupt else pb.MissReason.LOAD_ERROR
-            yield pb.GetReply(boot_id=boot_id, index=index, miss=reason)
+            yield Payload(index, memoryview(b""), 0, reason)
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         if request.not_loaded not in _REASONS:
@@ -255,6 +273,33 @@ class Service:
             received += len(request.data)
         return pb.PutReply(boot_id=self.boot_id, received_bytes=received)
 
+    def begin_put(self, lease_id: bytes, index: int, size: int) -> tuple[WriteLease, Slot] | None:
+        """Takes a reserved slot out of its lease, to be filled with `size` bytes; None for one that is settled already.
+
+        Raises `LeaseEnded`, `InvalidCall`.
+        """
+        with self._lock:
+            lease = self._writes.get(lease_id)
+            slot = lease.staged.get(index)
+            if slot is None:
+                if index in lease.settled:
+                    return None
+                raise InvalidCall(f"index {index} is not granted under this lease, or is being put already")
+            if size != slot.payload_bytes:
+                raise InvalidCall(f"{size} bytes are put; payloads of this lease have {slot.payload_bytes}")
+            slot.filled = 0
+            lease.filling[index] = lease.staged.pop(index)
+            return lease, slot
+
+    def end_put(self, lease: WriteLease, index: int, *, complete: bool) -> None:
+        """Gives a slot back to its lease, if that has not ended meanwhile."""
+        with self._lock:
+            slot = lease.filling.pop(index)
+            slot.filled = slot.payload_bytes if complete else 0
+            lease.staged[index] = slot
+            if lease.ended:
+                self._free(self._take_staged(lease))
+
     def commit(self, request: pb.CommitRequest, session: Session | None = None) -> pb.CommitReply:
         if len(request.checksums) not in (len(request.indices), 0 if session is not None else len(request.indices)):
             raise InvalidCall(f"{len(request.indices)} indices come with {len(request.checksums)} checksums")
@@ -317,7 +362,11 @@ class Service:
         store = self.store
         census = store.catalog.census()
         with self._lock:
-            staged = sum(s.payload_bytes for lease in self._writes.leases() for s in lease.staged.values())
+            staged = sum(
+                s.payload_bytes
+                for lease in self._writes.leases()
+                for s in (*lease.staged.values(), *lease.filling.values())
+            )
         reply = pb.ReportReply(
             boot_id=self.boot_id,
             version=__version__,
@@ -442,6 +491,7 @@ class Service:
 
     def _take_staged(self, lease: WriteLease) -> list[Slot]:
         """Under the lock: ends the reservation of what is not settled; the slots are the caller's to free."""
+        lease.ended = True
         slots = list(lease.staged.values())
         lease.staged.clear()
         self._being_written.difference_update(slot.identity for slot in slots)

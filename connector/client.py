@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
+from cachesvc.connector.bulk import BulkChannel, BulkReplies
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
@@ -105,6 +106,7 @@ class Client:
         self._channels: list[grpc.Channel] = []
         self._stubs: list[CacheStub] = []
         self._arena: Arena | None = None
+        self._bulk: BulkChannel | None = None
         self._complained = False
         self._closed = False
 
@@ -114,8 +116,10 @@ class Client:
             self._closed = True
             channels, self._channels = self._channels, []
             arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+            bulk, self._bulk = self._bulk, None
+        for way in (arena, bulk):
+            if way is not None:
+                way.close()
         for channel in channels:
             channel.close()
 
@@ -152,6 +156,7 @@ class Client:
         if max(payload_bytes) > attachment.max_payload_bytes:
             raise Rejected(f"a block has {max(payload_bytes)} bytes, the daemon takes {attachment.max_payload_bytes}")
         self._use_arena(reply.arena_socket, request, reply.boot_id)
+        self._use_bulk(reply.bulk_port, reply.boot_id)
         return attachment
 
     @property
@@ -216,6 +221,19 @@ class Client:
         replies: Replies = self._start("Get", request, self._options.load_deadline_s)
         return replies
 
+    @property
+    def has_bulk(self) -> bool:
+        """Whether payloads that do not go through shared memory go through the bulk channel."""
+        return self._bulk is not None
+
+    def bulk_get(self, lease_id: bytes, *, first: int, count: int) -> BulkReplies:
+        """`get` over the bulk channel."""
+        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
+        bulk = self._bulk
+        if bulk is None:
+            raise Unreachable("Get: this client is closed")
+        return bulk.get(request, self._options.load_deadline_s)
+
     def release(
         self, attachment: Attachment, match: Match, loaded_blocks: int, not_loaded: pb.MissReason.ValueType
     ) -> None:
@@ -245,8 +263,12 @@ class Client:
         if reservation.arena is not None and reservation.session is not None:
             _fill(reservation, payloads)
             return
-        chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
-        reply = self._call("Put", chunks, self._options.save_deadline_s, attachment)
+        bulk, deadline_s = self._bulk, self._options.save_deadline_s
+        if bulk is not None:
+            reply = bulk.put(reservation.lease_id, payloads, deadline_s)
+        else:
+            chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
+            reply = self._call("Put", chunks, deadline_s, attachment)
         sent = sum(payload.nbytes for _, payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
@@ -287,6 +309,16 @@ class Client:
         for unused in (old, arena if self._closed else None):
             if unused is not None:
                 unused.close()
+
+    def _use_bulk(self, port: int, boot_id: bytes) -> None:
+        """Where the daemon was reached over TCP; its connections are made when they are needed."""
+        bulk = BulkChannel(self.address.host, port, boot_id) if port and self.address.path is None else None
+        with self._lock:
+            if bulk is not None and self._bulk is not None and self._bulk.boot_id == boot_id:
+                return  # calls may be under way on it
+            old, self._bulk = self._bulk, None if self._closed else bulk
+        if old is not None:
+            old.close()
 
     def _call(
         self,

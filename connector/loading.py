@@ -1,16 +1,17 @@
-"""Turns the chunks of one Get into verified blocks. Nothing that fails a check is ever handed on."""
+"""Turns the bytes of one Get, or slots of the arena, into verified blocks. Nothing that fails a check is handed on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 import xxhash
 
 from cachesvc.connector.arena import NO_SLOT
 from cachesvc.connector.buffers import Slots
+from cachesvc.connector.bulk import BulkReplies
 from cachesvc.connector.client import Match, Replies
 from cachesvc.connector.errors import (
     BadAnswer,
@@ -40,21 +41,24 @@ class Reader(Protocol):
         ...
 
 
-class BlockReader:
-    """Reads blocks `first` to `end` (exclusive) from the stream that `start` begins into `slots`, in order.
+class Stream(Protocol):
+    def cancel(self) -> Any: ...
+
+
+class StreamReader:
+    """Reads blocks `first` to `end` (exclusive) from a stream into `slots`, in order.
 
     At the first irregularity of any kind it ends with the last good block, and `error` says why; after a complete read
-    `error` is None. `idle_s` is the time since anything arrived. `cancel` ends it from any thread.
+    `error` is None. `idle_s` is the time since anything arrived. `cancel` ends it from any thread. What the stream is
+    made of is the subclass's: `_blocks` yields verified payloads.
     """
 
-    def __init__(self, start: Callable[[], Replies], slots: Slots, *, first: int, end: int, boot_id: bytes) -> None:
-        self._start = start
+    def __init__(self, slots: Slots, *, first: int, end: int) -> None:
         self._slots = slots
         self._first = first
         self._end = end
-        self._boot_id = boot_id
         self._arrived = time.monotonic()
-        self._replies: Replies | None = None
+        self._stream: Stream | None = None
         self.cancelled = False
         self.error: CacheError | None = None
 
@@ -65,8 +69,8 @@ class BlockReader:
     def cancel(self) -> None:
         """No batch is handed on after this; one that is being used stays valid."""
         self.cancelled = True
-        if self._replies is not None:
-            self._replies.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
 
     def still_good(self) -> bool:
         return True  # the bytes are our own
@@ -75,7 +79,7 @@ class BlockReader:
         """(index of the first block, read-only payloads), as many as there are slots; valid until the next one."""
         first, batch = self._first, list[memoryview]()
         for payload in self._good_blocks():
-            batch.append(payload)
+            batch.append(payload.toreadonly())
             if self.cancelled:
                 return
             if len(batch) == self._slots.count:
@@ -103,12 +107,51 @@ class BlockReader:
             yield payload
 
     def _blocks(self) -> Iterator[memoryview]:
-        index, filled, started = self._first, 0, False
-        target = self._slots.view(0)
-        self._replies = self._start()
+        raise NotImplementedError
+
+    def _began(self, stream: Stream) -> None:
+        self._stream = stream
         if self.cancelled:  # meanwhile, when there was nothing yet to cancel
-            self._replies.cancel()
-        for reply in self._replies:
+            stream.cancel()
+
+    def _target(self, index: int) -> memoryview:
+        return self._slots.view((index - self._first) % self._slots.count)
+
+
+class BulkReader(StreamReader):
+    """From the bulk channel, by which `start` begins a Get."""
+
+    def __init__(self, start: Callable[[], BulkReplies], slots: Slots, *, first: int, end: int) -> None:
+        super().__init__(slots, first=first, end=end)
+        self._start = start
+
+    def _blocks(self) -> Iterator[memoryview]:
+        replies = self._start()
+        try:
+            self._began(replies)
+            for index in range(self._first, self._end):
+                target = self._target(index)
+                replies.read_into(target, index, last=index + 1 == self._end)
+                self._arrived = time.monotonic()
+                yield target
+        finally:
+            replies.close()
+
+
+class BlockReader(StreamReader):
+    """From the gRPC stream that `start` begins."""
+
+    def __init__(self, start: Callable[[], Replies], slots: Slots, *, first: int, end: int, boot_id: bytes) -> None:
+        super().__init__(slots, first=first, end=end)
+        self._start = start
+        self._boot_id = boot_id
+
+    def _blocks(self) -> Iterator[memoryview]:
+        index, filled, started = self._first, 0, False
+        target = self._target(index)
+        replies = self._start()
+        self._began(replies)
+        for reply in replies:
             self._arrived = time.monotonic()
             if not started and reply.boot_id != self._boot_id:
                 raise NotAttached("Get: the daemon was restarted")
@@ -126,11 +169,11 @@ class BlockReader:
                 continue
             if xxhash.xxh3_64_intdigest(target) != reply.checksum:
                 raise BadChecksum(f"Get: block {index} fails its checksum")
-            yield target.toreadonly()
+            yield target
             index, filled = index + 1, 0
             if index == self._end:
                 return
-            target = self._slots.view((index - self._first) % self._slots.count)
+            target = self._target(index)
         raise BadAnswer(f"Get: the stream ended before block {index} of {self._end}")
 
 

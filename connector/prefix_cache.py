@@ -6,16 +6,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
 from cachesvc.connector.buffers import LoadBuffers
-from cachesvc.connector.client import Attachment, Client, Match, Replies
+from cachesvc.connector.client import Attachment, Client, Match
 from cachesvc.connector.errors import BadChecksum, BlockMissing, CacheError, LeaseLost, NotAttached, TimedOut
 from cachesvc.connector.link import Link
-from cachesvc.connector.loading import BlockReader, Reader, SlotReader
+from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader, Stream
 from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
@@ -328,18 +328,23 @@ class PrefixCache(BasePrefixCache):
             logger.error("%s", loading.error)
             return
         first, end = loading.loaded, loading.end
-        start = partial(self._start_get, loading.lease, first=first, count=end - first)
-        try:
+        begin = partial(self._begin_get, loading.lease, first=first, count=end - first)
+        reader: Reader
+        if self._client.has_bulk:
+            reader = BulkReader(partial(begin, self._client.bulk_get), slots, first=first, end=end)
+        else:
             boot_id = loading.lease.attachment.boot_id
-            loading.run(BlockReader(start, slots, first=first, end=end, boot_id=boot_id), scatter)
+            reader = BlockReader(partial(begin, self._client.get), slots, first=first, end=end, boot_id=boot_id)
+        try:
+            loading.run(reader, scatter)
         finally:
             self._buffers.give(slots)
 
-    def _start_get(self, lease: Lease, *, first: int, count: int) -> Replies:
+    def _begin_get(self, lease: Lease, get: Callable[..., Stream], *, first: int, count: int) -> Any:
         attachment = self._link.current()
         if attachment is None or attachment.boot_id != lease.attachment.boot_id:
             raise NotAttached("Get: the lease is of a daemon that is gone")
-        return self._client.get(lease.match.lease_id, first=first, count=count)
+        return get(lease.match.lease_id, first=first, count=count)
 
     def _end_load(self, loading: _Loading) -> None:
         """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back."""

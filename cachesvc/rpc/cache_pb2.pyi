@@ -38,7 +38,9 @@ map for writing. A connection is a session: its closing ends the leases that wer
 * Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
   used again before the client says so (Abort) or closes the session.
 * Bytes of a slot are valid while the read lease lives: look at the clock after copying, not before.
-A client that does not map the arena uses Get and Put, also side by side with clients that do.
+A client that does not map the arena uses Get and Put, also side by side with clients that do. Over TCP it moves the
+payloads through the bulk channel instead, whose bytes are described in ``cachesvc/rpc/bulk.py``: the same requests and
+leases, without protobuf around the payloads.
 """
 
 import builtins
@@ -242,6 +244,7 @@ class AttachReply(google.protobuf.message.Message):
     TRAFFIC_CLASSES_FIELD_NUMBER: builtins.int
     ARENA_SOCKET_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
+    BULK_PORT_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     attachment: builtins.int
     """names this namespace and these sizes in later calls; valid for this boot"""
@@ -252,6 +255,8 @@ class AttachReply(google.protobuf.message.Message):
     arena_socket: builtins.str
     """path of the Unix socket for clients on this host; empty: no arena"""
     arena_bytes: builtins.int
+    bulk_port: builtins.int
+    """TCP port of the bulk channel, on the host that the client reached; 0: none"""
     @property
     def traffic_classes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -266,8 +271,9 @@ class AttachReply(google.protobuf.message.Message):
         traffic_classes: collections.abc.Iterable[builtins.str] | None = ...,
         arena_socket: builtins.str = ...,
         arena_bytes: builtins.int = ...,
+        bulk_port: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_socket", b"arena_socket", "attachment", b"attachment", "boot_id", b"boot_id", "max_chunk_bytes", b"max_chunk_bytes", "max_keys", b"max_keys", "max_lease_ms", b"max_lease_ms", "max_payload_bytes", b"max_payload_bytes", "traffic_classes", b"traffic_classes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_socket", b"arena_socket", "attachment", b"attachment", "boot_id", b"boot_id", "bulk_port", b"bulk_port", "max_chunk_bytes", b"max_chunk_bytes", "max_keys", b"max_keys", "max_lease_ms", b"max_lease_ms", "max_payload_bytes", b"max_payload_bytes", "traffic_classes", b"traffic_classes"]) -> None: ...
 
 Global___AttachReply: typing_extensions.TypeAlias = AttachReply
 

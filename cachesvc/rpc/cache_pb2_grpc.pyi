@@ -38,7 +38,9 @@ map for writing. A connection is a session: its closing ends the leases that wer
 * Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
   used again before the client says so (Abort) or closes the session.
 * Bytes of a slot are valid while the read lease lives: look at the clock after copying, not before.
-A client that does not map the arena uses Get and Put, also side by side with clients that do.
+A client that does not map the arena uses Get and Put, also side by side with clients that do. Over TCP it moves the
+payloads through the bulk channel instead, whose bytes are described in ``cachesvc/rpc/bulk.py``: the same requests and
+leases, without protobuf around the payloads.
 """
 
 import abc

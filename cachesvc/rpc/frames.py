@@ -23,11 +23,15 @@ _STEPS: Final = (10.0, 1.0, 0.1, 0.01, 0.001)
 class Frames:
     """Not thread-safe: one thread talks at a time. Everything raises `OSError` when the connection breaks."""
 
-    def __init__(self, connection: socket.socket, limit: int) -> None:
-        """A message longer than `limit` bytes is a lie and ends the connection."""
+    def __init__(self, connection: socket.socket, limit: int, *, ahead: bool = True) -> None:
+        """A message longer than `limit` bytes is a lie and ends the connection.
+
+        `ahead` False: not a byte is read behind a message, because bytes follow that are for another buffer.
+        """
         connection.settimeout(None)
         self._connection = connection
         self._limit = limit
+        self._ahead = ahead
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -68,9 +72,28 @@ class Frames:
         large[:done] = self._view[self._start : self._end]
         self._start = self._end = 0
         with memoryview(large) as target:
-            while done < size:
-                done += self._receive_into(target[done:], deadline)
+            self.receive_into(target[done:], deadline)
         return code, bytes(large)
+
+    def send_all(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+        """Sends bytes that are not a message. Raises `TimeoutError`."""
+        unsent = [memoryview(part) for part in parts]
+        while unsent:
+            self._wait_at_most(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._connection.sendmsg(unsent)
+            except BlockingIOError:
+                continue
+            while unsent and sent >= len(unsent[0]):
+                sent -= len(unsent.pop(0))
+            if unsent:
+                unsent[0] = unsent[0][sent:]
+
+    def receive_into(self, target: memoryview, deadline: float) -> None:
+        """Fills `target` with bytes that are not a message (`ahead` is False). Raises `TimeoutError`, `EOFError`."""
+        done = 0
+        while done < len(target):
+            done += self._receive_into(target[done:], deadline)
 
     def wait(self) -> bool:
         """Waits, for ever, for a message to begin. False when the other end has closed instead."""
@@ -94,14 +117,15 @@ class Frames:
             rest = self._end - self._start
             self._buffer[:rest] = self._buffer[self._start : self._end]
             self._start, self._end = 0, rest
-        while self._end - self._start < size:
-            self._end += self._receive_into(self._view[self._end :], deadline)
+        while (missing := size - self._end + self._start) > 0:
+            until = len(self._buffer) if self._ahead else self._end + missing
+            self._end += self._receive_into(self._view[self._end : until], deadline)
 
     def _receive_into(self, target: memoryview, deadline: float) -> int:
         while True:
             self._wait_at_most(socket.SO_RCVTIMEO, deadline)
             try:
-                got = self._connection.recv_into(target)
+                got = self._connection.recv_into(target, 0, 0 if self._ahead else socket.MSG_WAITALL)
             except BlockingIOError:
                 continue
             if not got:

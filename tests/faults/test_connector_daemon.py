@@ -81,11 +81,26 @@ def eventually(condition: Callable[[], bool], seconds: float = BOUND) -> None:
 
 
 @pytest.fixture
+def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    """Reachable over TCP too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return make_daemon("--listen", f"127.0.0.1:{port}").start()
+
+
+def tcp_address(daemon: Daemon) -> str:
+    return daemon.arguments[1]
+
+
+@pytest.fixture
 def make_cache(namespace: Namespace) -> Iterator[Callable[..., PrefixCache]]:
     made: list[PrefixCache] = []
 
-    def make(daemon: Daemon, size: int = SIZE, **changes: Any) -> PrefixCache:
-        made.append(PrefixCache(namespace, size, address=daemon.address, options=replace(OPTIONS, **changes)))
+    def make(daemon: Daemon, size: int = SIZE, *, way: str = "shared memory", **changes: Any) -> PrefixCache:
+        options = replace(OPTIONS, shared_memory=way == "shared memory", **changes)
+        address = tcp_address(daemon) if way == "bulk" else daemon.address
+        made.append(PrefixCache(namespace, size, address=address, options=options))
         return made[-1]
 
     yield make
@@ -94,7 +109,7 @@ def make_cache(namespace: Namespace) -> Iterator[Callable[..., PrefixCache]]:
 
 
 Make = Callable[..., PrefixCache]
-BOTH_WAYS = pytest.mark.parametrize("shared", [False, True], ids=["wire", "shared memory"])
+EVERY_WAY = pytest.mark.parametrize("way", ["wire", "shared memory", "bulk"])
 
 
 def test_a_conversation_is_accounted_to_the_token(daemon: Daemon, make_cache: Make) -> None:
@@ -109,18 +124,6 @@ def test_a_conversation_is_accounted_to_the_token(daemon: Daemon, make_cache: Ma
     assert row.input_tokens == 2 * sum(map(len, turns)) == sum(row.hit_tokens.values()) + sum(row.miss_tokens.values())
     assert sum(row.hit_tokens.values()) == sum(hits)
     assert row.passes == 8 and row.traffic_class == "agent"
-
-
-def test_over_tcp(make_daemon: Callable[..., Daemon], namespace: Namespace) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    make_daemon("--listen", address).start()
-    cache = PrefixCache(namespace, SIZE, address=address, options=OPTIONS)
-    assert cache.ready(BOUND)
-    run(cache)
-    assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
-    cache.close()
 
 
 def test_absent_at_the_start_then_it_appears(make_daemon: Callable[..., Daemon], make_cache: Make) -> None:
@@ -140,9 +143,9 @@ def test_absent_at_the_start_then_it_appears(make_daemon: Callable[..., Daemon],
     assert row.miss_tokens["unreachable"] == 20 * len(PROMPT)
 
 
-@BOTH_WAYS
-def test_a_restart_costs_no_hit(daemon: Daemon, make_cache: Make, shared: bool) -> None:
-    cache = make_cache(daemon, shared_memory=shared)
+@EVERY_WAY
+def test_a_restart_costs_no_hit(daemon: Daemon, make_cache: Make, way: str) -> None:
+    cache = make_cache(daemon, way=way)
     assert cache.ready(BOUND)
     run(cache)
     for boot in range(1, 4):
@@ -162,9 +165,9 @@ def test_a_restart_nobody_told_the_engine_about(daemon: Daemon, make_cache: Make
     assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
 
 
-@BOTH_WAYS
-def test_killed_while_loading(daemon: Daemon, make_cache: Make, shared: bool) -> None:
-    cache = make_cache(daemon, BIG, load_batch_bytes=BIG, shared_memory=shared)
+@EVERY_WAY
+def test_killed_while_loading(daemon: Daemon, make_cache: Make, way: str) -> None:
+    cache = make_cache(daemon, BIG, load_batch_bytes=BIG, way=way)
     assert cache.ready(BOUND)
     run(cache)
     engine = Engine(PROMPT, BIG)
@@ -180,7 +183,7 @@ def test_killed_while_loading(daemon: Daemon, make_cache: Make, shared: bool) ->
     loaded = cache.load(p, scatter)
     assert time.monotonic() - started < BOUND
     engine.check()
-    if shared:  # what was being read when the daemon died may have been given away: only what came before counts
+    if way == "shared memory":  # what was being read when the daemon died may have been given away
         assert loaded == BLOCK_TOKENS
     else:
         assert 2 * BLOCK_TOKENS <= loaded == len(engine.loaded) * BLOCK_TOKENS < p.hit_tokens
@@ -194,9 +197,9 @@ def test_killed_while_loading(daemon: Daemon, make_cache: Make, shared: bool) ->
     assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
 
 
-@BOTH_WAYS
-def test_stopped_while_loading(daemon: Daemon, make_cache: Make, shared: bool) -> None:
-    cache = make_cache(daemon, BIG, load_batch_bytes=BIG, shared_memory=shared)
+@EVERY_WAY
+def test_stopped_while_loading(daemon: Daemon, make_cache: Make, way: str) -> None:
+    cache = make_cache(daemon, BIG, load_batch_bytes=BIG, way=way)
     assert cache.ready(BOUND)
     run(cache)
     engine = Engine(PROMPT, BIG)
@@ -214,7 +217,7 @@ def test_stopped_while_loading(daemon: Daemon, make_cache: Make, shared: bool) -
     engine.check()
     assert 2 * BLOCK_TOKENS <= loaded <= p.hit_tokens
     cache.finish(p)
-    if not shared:
+    if way != "shared memory":
         assert loaded < p.hit_tokens
         assert run(cache)[0].reason == "unreachable", "the breaker is open: no second wait"
     os.kill(daemon.process.pid, signal.SIGCONT)
@@ -270,9 +273,9 @@ def test_stopped_while_saving(daemon: Daemon, make_cache: Make) -> None:
     assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
 
 
-@BOTH_WAYS
-def test_killed_while_saving_then_back(daemon: Daemon, make_cache: Make, shared: bool) -> None:
-    cache = make_cache(daemon, BIG, save_batch_bytes=BIG, shared_memory=shared)
+@EVERY_WAY
+def test_killed_while_saving_then_back(daemon: Daemon, make_cache: Make, way: str) -> None:
+    cache = make_cache(daemon, BIG, save_batch_bytes=BIG, way=way)
     assert cache.ready(BOUND)
     p = cache.match(PROMPT)
     engine = Engine(PROMPT, BIG)
@@ -508,7 +511,8 @@ def test_a_damaged_block_is_recomputed_and_stored_again(daemon: Daemon, make_cac
 
 def test_many_engines_and_a_daemon_that_comes_and_goes(daemon: Daemon, make_cache: Make) -> None:
     """Whatever the moment, every loaded byte is right, nothing raises, and in the end everything is hit."""
-    caches = [make_cache(daemon, shared_memory=shared, save_queue_bytes=32 * SIZE) for shared in (False, True)]
+    ways = ("wire", "shared memory", "bulk")
+    caches = [make_cache(daemon, way=way, save_queue_bytes=32 * SIZE) for way in ways]
     assert all(cache.ready(BOUND) for cache in caches)
     stop = threading.Event()
     faults: list[BaseException] = []
