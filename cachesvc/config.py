@@ -163,7 +163,8 @@ def arena_of(config: Config) -> tuple[int, int]:
     """Bytes of the arena and of one of its slabs, which bounds the payload size."""
     size = config.arena_bytes or max(256 * MiB, min(64 * GiB, os.sysconf("SC_AVPHYS_PAGES") * PAGE // 4))
     slab = min(MAX_PAYLOAD_BYTES, max(MiB, size // 8)) // PAGE * PAGE
-    return max(size, slab) // PAGE * PAGE, slab
+    unit = 2 * MiB if size >= 64 * MiB else PAGE  # whole huge pages, should the system have some
+    return max(size, slab) // unit * unit, slab
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Client, Daemon, make_payloads, wait_until
 
 from cachesvc.connector import client as connector_client
+from cachesvc.connector.arena import Arena, ArenaUnavailable
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.prefix_cache import PrefixCache
-from cachesvc.keys import Namespace, chain_keys
+from cachesvc.keys import KEY_SCHEME_VERSION, Namespace, chain_keys, self_test_vector
 from cachesvc.rpc import cache_pb2 as pb
 
 SIZE = 1 << 20
@@ -139,3 +142,80 @@ def test_threads_that_end_leave_no_connection(cache: PrefixCache, small: Daemon)
         thread.start()
         thread.join(20)
     assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+def connect_as(user: int, path: str, attach: pb.AttachRequest, boot_id: bytes) -> str:
+    """What a process of another user gets from the arena's socket: "mapped", or why not."""
+    reading, writing = os.pipe()
+    answer = ""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(user)
+            os.setuid(user)
+            arena = Arena(path, attach, boot_id, 5.0)
+            answer = "mapped" if arena.readable(0, 4096) else ""
+        except (OSError, ArenaUnavailable) as error:
+            answer = str(error)
+        finally:
+            os.write(writing, answer.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_needs_the_right_to_the_socket(make_daemon: Callable[..., Daemon], namespace: Namespace) -> None:
+    daemon = make_daemon()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        daemon.socket = Path(directory, "s")
+        daemon.start()
+        with Client(daemon.address) as client:
+            reply = client.attach(namespace, SIZE)
+        request = pb.AttachRequest(
+            namespace_json=namespace.canonical_json(),
+            self_test_vector=self_test_vector(),
+            key_scheme=KEY_SCHEME_VERSION,
+            payload_bytes=[SIZE],
+        )
+        assert "Permission denied" in connect_as(65534, reply.arena_socket, request, reply.boot_id)
+        os.chmod(reply.arena_socket, 0o666)
+        assert connect_as(65534, reply.arena_socket, request, reply.boot_id) == "mapped"
+        daemon.kill()
+
+
+def test_huge_pages_are_used_where_the_system_reserves_them(
+    make_daemon: Callable[..., Daemon], namespace: Namespace
+) -> None:
+    pool = Path("/proc/sys/vm/nr_hugepages")
+    before = pool.read_text()
+    try:
+        pool.write_text("32")
+    except OSError:
+        pytest.skip("this user cannot reserve huge pages")
+    try:
+        if int(pool.read_text()) < 32:
+            pytest.skip("the system has no huge pages left")
+        daemon = make_daemon("--arena-bytes", "64MiB").start()
+        assert "of huge pages" in daemon.log.read_text()
+        keys, payloads = chain_keys(namespace, PROMPT), make_payloads(BLOCKS, SIZE)
+        with Client(daemon.address) as client:
+            client.attach(namespace, SIZE)
+            client.save(keys, payloads)
+            assert client.fetch(keys) == payloads
+        cache = PrefixCache(namespace, SIZE, address=daemon.address, options=CacheOptions(match_budget_s=5.0))
+        assert cache.ready(20) and cache._client.maps_arena
+        p = cache.match(PROMPT)
+        assert cache.load(p, lambda first, views: None) == 128 * BLOCKS
+        cache.close()
+        daemon.kill()
+    finally:
+        pool.write_text(before)
+
+
+def test_too_few_huge_pages_are_done_without(make_daemon: Callable[..., Daemon]) -> None:
+    assert "of huge pages" not in make_daemon("--arena-bytes", "64MiB").start().log.read_text()
