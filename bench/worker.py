@@ -69,6 +69,7 @@ class Worker:
         taken = []
         for _ in range(calls):
             taken.append(_timed(lambda: self._exists(len(self._keys))))
+            self._side.release()
         return taken
 
     def stop(self) -> None:

@@ -47,10 +47,13 @@ class Side(ABC):
     def exists(self, keys: Sequence[bytes]) -> int:
         """How many of the keys are stored."""
 
-    def settle(self) -> None:
+    def release(self) -> None:  # noqa: B027  most have nothing to do
+        """Not timed, after a look-up: gives back what it took."""
+
+    def settle(self) -> None:  # noqa: B027
         """Not timed, after a put: waits for what the server still does with it."""
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes]) -> None:  # noqa: B027
         """Not timed, before the next put: makes room, where the server does not do so by itself."""
 
     def stop(self) -> None:
@@ -80,7 +83,7 @@ class Side(ABC):
             )
 
     def connected(self, family: socket.AddressFamily, address: tuple[str, int] | str) -> socket.socket:
-        """A connection to a server that may still be starting. Raises `RuntimeError` when it ends, or takes too long."""
+        """A connection to a server that may still be starting. Raises `RuntimeError` when it does not come up."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             connection = socket.socket(family, socket.SOCK_STREAM)

@@ -1,5 +1,7 @@
-"""LMCache's multiprocess server in its shared-memory mode (lmcache_driven): the server copies between its own memory and
-the engine's paged KV, which it maps. Driven as ``lmcache bench server`` does it; one chunk is one of our blocks.
+"""LMCache's multiprocess server in its shared-memory mode (lmcache_driven).
+
+The server copies between its own memory and the engine's paged KV, which it maps. Driven as ``lmcache bench server``
+does it; one chunk is one of our blocks.
 
 The KV has one layer, so that a chunk is contiguous in it: no time goes into gathering or scattering pages.
 """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sides.base import Buffers, Side
-
 from cachesvc.benchmark.client import BenchClient
 from cachesvc.benchmark.process import DaemonProcess
+from sides.base import Buffers, Side
 
 
 class Ours(Side):
@@ -35,9 +34,11 @@ class Ours(Side):
         self.client.get(keys, target)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        match = self.client.match(keys)
-        self.client.release(match)
-        return match.blocks
+        self._match = self.client.match(keys)
+        return self._match.blocks
+
+    def release(self) -> None:
+        self.client.release(self._match)
 
     def settle(self) -> None:
         self.client.wait_flushed()

@@ -17,7 +17,7 @@ _SEND, _RECEIVE = 1, 2
 
 
 class LoopbackStream:
-    """Blocks of one size and number, in either direction. The other end is a process of ours, ended with the context."""
+    """Blocks of one size and number, in either direction. The other end is a process of ours that ends with it."""
 
     def __init__(self, size: int, count: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -34,7 +34,7 @@ def bench(
     arena_bytes: ArenaBytes = None,
     store: Directory = None,
 ) -> None:
-    """Measures get, put, match and remote clients, with the machine's own ceiling beside each. Starts its own daemon."""
+    """Measures get, put, match and remote clients beside what the machine itself can do. Starts its own daemon."""
     # Here and not above: the benchmark is a client, and `cachesvc serve` has no use for one.
     from cachesvc.benchmark.harness import Run
     from cachesvc.benchmark.process import DaemonProcess, default_arena_bytes
