@@ -31,7 +31,7 @@ class Worker:
         self._side.start()
 
     def allocate(self, size: int, count: int) -> None:
-        self._keys = []
+        self._forget()
         self._source = self._target = []
         self._source, self._target = self._side.allocate(size, count)
         pattern = random.Random(size).randbytes(min(size, 1 << 16))
@@ -44,8 +44,7 @@ class Worker:
 
     def fresh(self) -> None:
         """New keys for the next put."""
-        if self._keys:
-            self._side.forget(self._keys)
+        self._forget()
         self._keys = [os.urandom(16) for _ in self._source]
 
     def put(self) -> float:
@@ -76,6 +75,11 @@ class Worker:
         self._keys = []
         self._source = self._target = []
         self._side.stop()
+
+    def _forget(self) -> None:
+        if self._keys:
+            self._side.forget(self._keys)
+        self._keys = []
 
     def _exists(self, expected: int) -> None:
         if (found := self._side.exists(self._keys)) != expected:

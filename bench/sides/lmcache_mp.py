@@ -31,7 +31,7 @@ class LMCacheMP(Side):
         self.serve(
             [
                 *(lmcache, "server", "--host", "127.0.0.1", "--port", str(self._port), "--chunk-size", str(_CHUNK)),
-                *("--l1-size-gb", f"{self.memory / (1 << 30):g}", "--no-l1-use-lazy"),
+                *("--l1-size-gb", f"{self.memory / (1 << 30):g}", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
                 *("--supported-transfer-mode", "lmcache_driven", "--max-workers", "2", "--l1-read-ttl-seconds", "30"),
                 *("--http-host", "127.0.0.1", "--http-port", str(self._http), "--disable-observability"),
             ]
@@ -94,6 +94,10 @@ class LMCacheMP(Side):
 
     def exists(self, keys: Sequence[bytes]) -> int:
         return self._look_up(self._request(keys, first_page=1))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """All of them, with the locks that look-ups have left: it evicts too late to be left to itself."""
+        self._client._req_client.clear(True).result(timeout=CALL_SECONDS)
 
     def stop(self) -> None:
         self._close_client()
