@@ -74,6 +74,7 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={name: value for name, value in os.environ.items() if not name.startswith("CACHESVC_")},
             )
         deadline = time.monotonic() + _START_SECONDS
         while True:

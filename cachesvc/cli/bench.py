@@ -15,22 +15,24 @@ from rich.console import Console
 
 from cachesvc.cli import options
 from cachesvc.cli._console import wide_console
+from cachesvc.cli._daemon import fetch_report
 from cachesvc.config import parse_size
 from cachesvc.errors import CacheError, ConfigError
 
+Quick = Annotated[bool, typer.Option("--quick", help="small sizes and few repeats: less than a minute")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="times that each number is taken; default: 9, quick 5")]
-
+Moved = Annotated[str | None, typer.Option("--bytes", help="moved by each repeat; default: 256MiB, quick 64MiB")]
 ArenaBytes = Annotated[str | None, typer.Option(help="arena of the daemon to start; default: 4GiB, quick 1GiB")]
 Directory = Annotated[Path | None, typer.Option(help="where the daemon to start keeps its temporary store")]
 Address = Annotated[str | None, typer.Option(help="a running daemon, unix:PATH or HOST:PORT; default: start one")]
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="small sizes: less than a minute")] = False,
+    quick: Quick = False,
     as_json: options.Json = False,
     address: Address = None,
     repeats: Repeats = None,
-    moved_bytes: Annotated[str | None, typer.Option("--bytes", help="moved by each repeat of get and put")] = None,
+    moved_bytes: Moved = None,
     arena_bytes: ArenaBytes = None,
     store: Directory = None,
 ) -> None:
@@ -40,7 +42,6 @@ def bench(
     from cachesvc.benchmark.process import DaemonProcess, default_arena_bytes
     from cachesvc.benchmark.suite import Plan, measure
     from cachesvc.benchmark.table import rich_table
-    from cachesvc.cli._daemon import fetch_report
     from cachesvc.connector.errors import CacheError as ConnectorError
 
     try:
