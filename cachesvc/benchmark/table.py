@@ -1,9 +1,13 @@
-"""Results as tables: for the terminal, and as Markdown (``python -m cachesvc.benchmark.table results.json …``)."""
+"""Results as tables: for the terminal, and as Markdown.
+
+``python -m cachesvc.benchmark.table results.json …`` prints them; with ``--into FILE`` each replaces the one between the
+lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of that file, NAME being the benchmark's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -65,10 +69,30 @@ def _param(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def main(paths: list[str]) -> None:
-    for path in paths:
-        print(markdown(json.loads(Path(path).read_text())), end="\n\n")
+def filled_in(text: str, run: Mapping[str, Any]) -> str:
+    """`text` with the table in its place. Raises `ValueError` when it has none."""
+    begin, end = f"<!-- {run['benchmark']} -->\n", f"<!-- /{run['benchmark']} -->\n"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"there is no {begin.strip()} … {end.strip()} to be filled")
+    return f"{before}{begin}\n{markdown(run)}\n\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Turns the JSON of benchmarks into Markdown tables.")
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, metavar="FILE", help="fill them into this file instead of printing")
+    options = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in options.results]
+    if options.into is None:
+        print("\n\n".join(map(markdown, runs)))
+        return
+    text = options.into.read_text()
+    for run in runs:
+        text = filled_in(text, run)
+    options.into.write_text(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
