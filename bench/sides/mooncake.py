@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from sides.base import Buffers, Side, free_port
+from sides.confine import confine_to_loopback
 
 _LOCAL_BUFFER = 64 << 20
 
 
 class Mooncake(Side):
     def start(self) -> None:
+        confine_to_loopback()
         os.environ["MC_STORE_MEMCPY"] = "1"  # a local segment is read by memcpy: its fastest way on one host
         from mooncake.store import MooncakeDistributedStore
 

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from cachesvc.benchmark.client import BenchClient
 from cachesvc.benchmark.process import DaemonProcess
+from cachesvc.connector.client import Match
 from sides.base import Buffers, Side
 
 
 class Ours(Side):
     def start(self) -> None:
+        self._client: BenchClient | None = None
+        self._match: Match | None = None
         self._daemon = DaemonProcess(self.memory, self.directory)
         self._daemon.__enter__()
-        self._client: BenchClient | None = None
 
     def allocate(self, size: int, count: int) -> tuple[Buffers, Buffers]:
         if self._client is not None:
@@ -35,10 +37,12 @@ class Ours(Side):
 
     def exists(self, keys: Sequence[bytes]) -> int:
         self._match = self.client.match(keys)
-        return self._match.blocks
+        return int(self._match.blocks)
 
     def release(self) -> None:
-        self.client.release(self._match)
+        if self._match is not None:
+            self.client.release(self._match)
+        self._match = None
 
     def settle(self) -> None:
         self.client.wait_flushed()

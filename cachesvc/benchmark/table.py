@@ -1,7 +1,7 @@
 """Results as tables: for the terminal, and as Markdown.
 
-``python -m cachesvc.benchmark.table results.json …`` prints them; with ``--into FILE`` each replaces the one between the
-lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of that file, NAME being the benchmark's.
+``python -m cachesvc.benchmark.table results.json …`` prints them; with ``--into FILE`` each replaces the one between
+the lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of that file, NAME being the benchmark's.
 """
 
 from __future__ import annotations
