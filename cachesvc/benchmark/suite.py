@@ -25,6 +25,9 @@ PREFIX_BLOCKS: Final = 512
 _LOOKUP_BYTES: Final = 4 * KiB
 """Payload of blocks that are only looked up, so that many of them fit."""
 
+_LEAST_ARENA: Final = 8 * max(SIZES)
+"""A slab is an eighth of a small arena, and the largest block must fit into one."""
+
 _LOOKUP_KEYS: Final = (1, 1_000, 8_000)
 _POSITIONS_KEYS: Final = 32
 _GB: Final = 1e9
@@ -68,13 +71,11 @@ def shape_of(size: int, total: int) -> Shape:
 
 def measure(plan: Plan, run: Run, say: Callable[[str], None]) -> None:
     """Fills in `run`; `say` is told what is being measured. Raises `BenchError`, `CacheError` of the connector."""
+    if plan.arena_bytes < _LEAST_ARENA:
+        raise BenchError(f"the daemon's arena has {plan.arena_bytes} bytes; {_LEAST_ARENA} are needed at least")
     for size in SIZES:
-        shape = shape_of(size, min(plan.moved_bytes, plan.arena_bytes // 4))
-        if 4 * shape.total > plan.arena_bytes or 8 * size > plan.arena_bytes:
-            run.skipped[f"get and put of {size} bytes"] = f"an arena of {plan.arena_bytes} bytes is too small"
-            continue
         say(f"put and get, {size:,} bytes a block")
-        _put_and_get(plan, run, shape)
+        _put_and_get(plan, run, shape_of(size, min(plan.moved_bytes, plan.arena_bytes // 4)))
     say("positions and look-ups")
     _lookups(plan, run)
     if plan.remote_address is None:
