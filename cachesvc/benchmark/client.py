@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -155,8 +156,13 @@ class BenchClient:
     # ---- before and after ----------------------------------------------------------------------------------------
 
     def warm(self) -> None:
-        """Touches every page of both mappings of the arena, as a client has that runs for a while: the first touch of
-        a page costs more than copying it."""
+        """Until the page tables of the arena's mappings are filled, as they are in a client that runs for a while.
+
+        The client does that in the background; touching all pages makes sure of it where the kernel does not help.
+        """
+        for thread in threading.enumerate():
+            if thread.name == "cachesvc-prefault":
+                thread.join(_DEADLINE_SECONDS)
         keys = fresh_keys(1)
         reservation = self._client.reserve(self._attachment, keys, _CLASS)
         arena = reservation.arena
