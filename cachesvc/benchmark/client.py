@@ -17,7 +17,7 @@ from cachesvc.cli._daemon import fetch_report
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Client, Match
 from cachesvc.connector.errors import CacheError
-from cachesvc.connector.loading import BlockReader, Reader, SlotReader
+from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader
 from cachesvc.connector.options import CacheOptions
 from cachesvc.keys import BLOCK_TOKENS, KEY_BYTES, Namespace
 from cachesvc.rpc import cache_pb2 as pb
@@ -109,15 +109,15 @@ class BenchClient:
 
     def get_remotely(self, keys: Sequence[bytes], slots: Slots) -> None:
         """Match, receive into `slots`, which has room for all of them, release."""
-        match = self.match(keys)
-        reader = BlockReader(
-            partial(self._client.get, match.lease_id, first=0, count=len(keys)),
-            slots,
-            first=0,
-            end=len(keys),
-            boot_id=self._attachment.boot_id,
-        )
-        self._read(reader, lambda first, payloads: None, len(keys))
+        match, count = self.match(keys), len(keys)
+        reader: Reader
+        if self._client.has_bulk:
+            begin = partial(self._client.bulk_get, match.lease_id, first=0, count=count)
+            reader = BulkReader(begin, slots, first=0, end=count)
+        else:
+            start = partial(self._client.get, match.lease_id, first=0, count=count)
+            reader = BlockReader(start, slots, first=0, end=count, boot_id=self._attachment.boot_id)
+        self._read(reader, lambda first, payloads: None, count)
         self.release(match)
 
     def _read(self, reader: Reader, use: Callable[[int, Sequence[memoryview]], None], count: int) -> None:
