@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cachesvc import __version__
+from cachesvc.cli.bench import bench
 from cachesvc.cli.config import config
 from cachesvc.cli.report import report
 from cachesvc.cli.serve import serve
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, config, report, status):
+for command in (serve, config, report, status, bench):
     app.command()(command)
 
 

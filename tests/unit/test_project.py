@@ -28,6 +28,8 @@ ALLOWED = {
     "cachesvc.kernels": ("cachesvc.keys", "cachesvc.kernels"),
 }
 OUTSIDE_THE_DAEMON = ("cachesvc.connector", "cachesvc.engine", "cachesvc.kernels")
+CLIENTS = ("cachesvc/cli/bench.py", "cachesvc/benchmark/")
+"""In the daemon's folder, but clients of it."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -61,10 +63,20 @@ def test_the_daemon_imports_neither_connector_nor_engine() -> None:
     wrong = {
         f"{path.name}: {name}"
         for path in FOLDERS["cachesvc"].rglob("*.py")
+        if not path.relative_to(ROOT).as_posix().startswith(CLIENTS)
         for name in imports_of(path)
-        if within(name, OUTSIDE_THE_DAEMON)
+        if within(name, (*OUTSIDE_THE_DAEMON, "cachesvc.benchmark"))
     }
     assert wrong == set()
+
+
+def test_the_command_line_loads_no_client_before_it_is_one() -> None:
+    code = (
+        "import sys, cachesvc.cli.main, cachesvc.daemon\n"
+        "loaded = [name for name in sys.modules if name.startswith(('cachesvc.connector', 'cachesvc.benchmark'))]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_leaves_import_only_themselves() -> None:
