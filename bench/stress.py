@@ -1,6 +1,6 @@
 """Eight clients at once, one of them killed every second: no wrong byte, no leaked slot, no stall.
 
-Each client is an engine's connector in a process of its own. It draws prefixes from a common set that is larger than the
+Each client is an engine's connector in a process of its own. It draws prefixes from a common set larger than the
 arena, loads what is there, checks every byte, and saves the rest, so that blocks are written, evicted and promoted all
 the time. A second's worth of clients die by SIGKILL in the middle of whatever they do.
 """

@@ -58,6 +58,7 @@ def put_chunk(slot: Slot, payload: memoryview, offset: int, data: bytes) -> None
     if end > len(payload):
         raise InvalidCall(f"chunk ends at {end}; payloads of this namespace and shard have {len(payload)} bytes")
     payload[offset:end] = data
+    slot.checksum = 0
     slot.filled = max(slot.filled, end)
 
 

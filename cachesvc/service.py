@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Final
 
 from cachesvc import __version__
@@ -52,7 +52,8 @@ _SETTLED_LEASE_SECONDS: Final = 5.0
 class Payload:
     """One block on its way to a client. `miss` says why there are no data."""
 
-    index: int
+    number: int
+    """Within the match."""
     data: memoryview
     checksum: int
     miss: pb.MissReason.ValueType = pb.MissReason.MISS_REASON_UNSPECIFIED
@@ -170,33 +171,36 @@ class Service:
 
     def get(self, request: pb.GetRequest) -> Iterator[pb.GetReply]:
         boot_id = self.boot_id
-        for block in self.payloads(request):
+        for block in chain.from_iterable(self.payloads(request, 1)):
             if block.miss:
-                yield pb.GetReply(boot_id=boot_id, index=block.index, miss=block.miss)
+                yield pb.GetReply(boot_id=boot_id, index=block.number, miss=block.miss)
             for offset in range(0, len(block.data), MAX_CHUNK_BYTES):
                 chunk = bytes(block.data[offset : offset + MAX_CHUNK_BYTES])
                 ends = offset + len(chunk) == len(block.data)
                 total = block.checksum if ends else 0
                 yield pb.GetReply(
-                    boot_id=boot_id, index=block.index, offset=offset, data=chunk, last=ends, checksum=total
+                    boot_id=boot_id, index=block.number, offset=offset, data=chunk, last=ends, checksum=total
                 )
                 boot_id = b""
 
-    def payloads(self, request: pb.GetRequest) -> Iterator[Payload]:
-        """The blocks that a Get asks for; the last may be a miss. Data is valid until the next is asked for."""
+    def payloads(self, request: pb.GetRequest, at_least: int) -> Iterator[list[Payload]]:
+        """The blocks that a Get asks for; the last may be a miss. Data are valid until the next are asked for.
+
+        They come in batches of about `at_least` bytes.
+        """
         lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
-        index = request.first
+        number = request.first
         part = slice(request.first, last)
+        identities, entries = lease.identities[request.shard][part], lease.entries[request.shard][part]
+        size = entries[0].shape.payload_bytes
         try:
-            for data, total in self.store.read(
-                lease.identities[request.shard][part], lease.entries[request.shard][part]
-            ):
-                yield Payload(index, data, total)
-                self.accounting.add(lease.pass_.row, loaded_bytes=len(data))
-                index += 1
+            for batch in self.store.read(identities, entries, max(1, at_least // size)):
+                yield [Payload(number + i, data, total) for i, (data, total) in enumerate(batch)]
+                number += len(batch)
+                self.accounting.add(lease.pass_.row, loaded_bytes=size * len(batch))
         except BlockUnreadable as error:
             reason = pb.MissReason.CORRUPT if error.corrupt else pb.MissReason.LOAD_ERROR
-            yield Payload(index, memoryview(b""), 0, reason)
+            yield [Payload(number, memoryview(b""), 0, reason)]
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         if request.not_loaded not in _REASONS:
@@ -273,30 +277,33 @@ class Service:
             received += len(request.data)
         return pb.PutReply(boot_id=self.boot_id, received_bytes=received)
 
-    def begin_put(self, lease_id: bytes, index: int, size: int) -> tuple[WriteLease, Slot] | None:
-        """Takes a reserved slot out of its lease, to be filled with `size` bytes; None for one that is settled already.
+    def begin_put(self, lease_id: bytes, sizes: Mapping[int, int]) -> tuple[WriteLease, dict[int, Slot]]:
+        """Takes reserved slots out of their lease, to be filled with so many bytes each; settled ones are left out.
 
         Raises `LeaseEnded`, `InvalidCall`.
         """
         with self._lock:
             lease = self._writes.get(lease_id)
-            slot = lease.staged.get(index)
-            if slot is None:
-                if index in lease.settled:
-                    return None
-                raise InvalidCall(f"index {index} is not granted under this lease, or is being put already")
-            if size != slot.payload_bytes:
-                raise InvalidCall(f"{size} bytes are put; payloads of this lease have {slot.payload_bytes}")
-            slot.filled = 0
-            lease.filling[index] = lease.staged.pop(index)
-            return lease, slot
+            for index, size in sizes.items():
+                slot = lease.staged.get(index)
+                if slot is None and index not in lease.settled:
+                    raise InvalidCall(f"index {index} is not granted under this lease, or is being put already")
+                if slot is not None and size != slot.payload_bytes:
+                    raise InvalidCall(f"{size} bytes are put; payloads of this lease have {slot.payload_bytes}")
+            taken = {index: lease.staged.pop(index) for index in sizes if index in lease.staged}
+            for slot in taken.values():
+                slot.filled = slot.checksum = 0
+            lease.filling.update(taken)
+        return lease, taken
 
-    def end_put(self, lease: WriteLease, index: int, *, complete: bool) -> None:
-        """Gives a slot back to its lease, if that has not ended meanwhile."""
+    def end_put(self, lease: WriteLease, indices: Iterable[int], *, complete: bool) -> None:
+        """Gives slots back to their lease, if that has not ended meanwhile; `complete` with a checksum in each."""
         with self._lock:
-            slot = lease.filling.pop(index)
-            slot.filled = slot.payload_bytes if complete else 0
-            lease.staged[index] = slot
+            for index in indices:
+                slot = lease.filling.pop(index)
+                if complete:
+                    slot.filled = slot.payload_bytes
+                lease.staged[index] = slot
             if lease.ended:
                 self._free(self._take_staged(lease))
 
@@ -481,7 +488,7 @@ class Service:
         """Whether a payload came over the wire whole and undamaged; if not, its slot is freed."""
         if slot.filled < slot.payload_bytes:
             lease.settled[index] = pb.CommitState.INCOMPLETE
-        elif checksum(self.store.arena.view(slot)) != checksums[index]:
+        elif (slot.checksum or checksum(self.store.arena.view(slot))) != checksums[index]:
             lease.settled[index] = pb.CommitState.CHECKSUM_MISMATCH
             self.events["checksum_mismatches"] += 1
         else:

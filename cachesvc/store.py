@@ -19,7 +19,6 @@ from cachesvc.disk import DiskTier, Wanted
 from cachesvc.errors import BlockUnreadable, WriteRefused
 from cachesvc.flusher import Flusher
 from cachesvc.index.table import Entry, split_id
-from cachesvc.limits import MAX_READ_BYTES
 from cachesvc.policy import LRU, S3FIFO, Policy
 from cachesvc.promoter import Hold, Promoter
 from cachesvc.record import checksum
@@ -76,17 +75,26 @@ class Store:
     def end(self, hold: Hold) -> None:
         self._promoter.end(hold)
 
-    def read(self, identities: Sequence[bytes], entries: Sequence[Entry]) -> Iterator[tuple[memoryview, int]]:
-        """Payloads and checksums in order, from wherever they lie; each view is valid until the next is asked for.
+    def read(
+        self, identities: Sequence[bytes], entries: Sequence[Entry], blocks: int
+    ) -> Iterator[list[tuple[memoryview, int]]]:
+        """Payloads and checksums in order, about `blocks` at once, from wherever they lie.
 
-        Raises `BlockUnreadable` at the first block that cannot be served.
+        Views are valid until the next are asked for. Raises `BlockUnreadable` at the first block that cannot be served,
+        after those before it.
         """
-        step = max(1, MAX_READ_BYTES // entries[0].shape.payload_bytes)
-        for start in range(0, len(identities), step):
-            part = slice(start, start + step)
+        for start in range(0, len(identities), blocks):
+            part = slice(start, start + blocks)
             slots = self.arena.pin(identities[part])
+            found: list[tuple[memoryview, int]] = []
             try:
-                yield from self._read(identities[part], entries[part], slots)
+                try:
+                    found.extend(self._read(identities[part], entries[part], slots))
+                except BlockUnreadable:
+                    if found:
+                        yield found
+                    raise
+                yield found
             finally:
                 self.arena.unpin(slot for slot in slots if slot is not None)
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import xxhash
@@ -72,14 +72,16 @@ class BulkChannel:
         try:
             with _errors("Get"):
                 connection.frames.send(bulk.GET, request.SerializeToString(), deadline)
-                _reply(connection.frames, "Get", deadline)
         except BaseException:
             self.give(connection, good=False)
             raise
         return BulkReplies(self, connection, deadline)
 
-    def put(self, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], deadline_s: float) -> Any:
-        """The daemon's PutReply."""
+    def put(
+        self, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], deadline_s: float
+    ) -> tuple[Any, list[int]]:
+        """The daemon's PutReply, and the payloads' checksums."""
+        sums: list[int] = []
         deadline = time.monotonic() + deadline_s
         connection = self._take(deadline)
         good = False
@@ -87,14 +89,21 @@ class BulkChannel:
             with _errors("Put"):
                 frames = connection.frames
                 frames.send(bulk.PUT, pb.PutRequest(lease_id=lease_id).SerializeToString(), deadline)
-                for index, payload in payloads:
-                    frames.send_all([bulk.Head(index, 0, payload.nbytes, 0).packed(), payload], deadline)
-                frames.send_all([bulk.Head(bulk.END, 0, 0, 0).packed()], deadline)
-                reply = pb.PutReply.FromString(_reply(frames, "Put", deadline))
+                step = bulk.blocks_at_once(payloads[0][1].nbytes) if payloads else 1
+                for start in range(0, len(payloads), step):
+                    part = payloads[start : start + step]
+                    sums += [xxhash.xxh3_64_intdigest(payload) for _, payload in part]
+                    heads = [bulk.Head(i, 0, p.nbytes, s) for (i, p), s in zip(part, sums[start:], strict=True)]
+                    frames.send_with(bulk.BATCH, bulk.pack_heads(heads), [payload for _, payload in part], deadline)
+                frames.send(bulk.BATCH, b"", deadline)
+                status, body = frames.receive(deadline)
+                if status:
+                    raise from_status(status, "Put", body.decode(errors="replace"))
+                reply = pb.PutReply.FromString(body)
             good = True
         finally:
             self.give(connection, good=good)
-        return reply
+        return reply, sums
 
     def give(self, connection: Connection, *, good: bool) -> None:
         """Ends the use of a connection; `good` says that nothing is left to be read from it."""
@@ -121,33 +130,62 @@ class BulkChannel:
 
 
 class BulkReplies:
-    """The blocks of one Get, one after another."""
+    """The blocks of one Get, batch after batch."""
 
     def __init__(self, channel: BulkChannel, connection: Connection, deadline: float) -> None:
         self._channel = channel
         self._connection = connection
         self._deadline = deadline
-        self._head = memoryview(bytearray(bulk.HEAD_BYTES))
+        self._heads: list[bulk.Head] = []
+        """Of the batch at hand, whose payloads are still to be received."""
+        self._error: CacheError | None = None
         self._done = False
         self._lock = threading.Lock()
         self._closed = False
 
-    def read_into(self, target: memoryview, index: int, *, last: bool) -> None:
-        """The payload of block `index`, checked. `last`: it is the last that was asked for. Raises `CacheError`."""
+    def receive(self, targets: Callable[[int], memoryview], *, first: int, room: int, end: int) -> list[memoryview]:
+        """The next blocks, `first` and up to `room` behind it, each checked and in its target.
+
+        `end` is the block behind the last one asked. At the first that is not as it should be the blocks before it are
+        returned, and the next call raises `CacheError`.
+        """
+        if self._error is not None:
+            raise self._error
         with _errors("Get"):
-            self._connection.frames.receive_into(self._head, self._deadline)
-            head = bulk.unpack_head(self._head)
-            if head.block != index:
-                raise BadAnswer(f"Get: block {head.block} came instead of {index}")
+            if not self._heads:
+                self._heads = self._next_heads(first, end)
+            part = self._heads[:room]
+            del self._heads[:room]
+            views = [targets(head.block) for head in part if not head.miss]
+            for head, view in zip(part, views, strict=False):
+                if head.payload_bytes != len(view):
+                    raise BadAnswer(f"Get: block {head.block} has {head.payload_bytes} bytes, not {len(view)}")
+            self._connection.frames.receive_into(views, self._deadline)
+        for number, head in enumerate(part):
             if head.miss:
-                self._done = head.payload_bytes == 0
-                raise BlockMissing(f"Get: block {index} is gone", pb.MissReason.ValueType(head.miss))
-            if head.payload_bytes != len(target):
-                raise BadAnswer(f"Get: block {index} has {head.payload_bytes} bytes, not {len(target)}")
-            self._connection.frames.receive_into(target, self._deadline)
-        self._done = last
-        if xxhash.xxh3_64_intdigest(target) != head.checksum:
-            raise BadChecksum(f"Get: block {index} fails its checksum")
+                self._error = BlockMissing(f"Get: block {head.block} is gone", pb.MissReason.ValueType(head.miss))
+                self._done = not self._heads
+                return views
+            if xxhash.xxh3_64_intdigest(views[number]) != head.checksum:
+                self._error = BadChecksum(f"Get: block {head.block} fails its checksum")
+                return views[:number]
+        self._done = first + len(part) == end
+        return views
+
+    def _next_heads(self, first: int, end: int) -> list[bulk.Head]:
+        status, body = self._connection.frames.receive(self._deadline)
+        if status != bulk.BATCH:
+            raise from_status(status, "Get", body.decode(errors="replace"))
+        heads = bulk.unpack_heads(body)
+        last = first + len(heads)
+        missed = [number for number, head in enumerate(heads) if head.miss]
+        if (
+            [head.block for head in heads] != list(range(first, last))
+            or not first < last <= end
+            or missed not in ([], [len(heads) - 1])
+        ):
+            raise BadAnswer(f"Get: blocks {[head.block for head in heads]} came; {first} to {end} are wanted")
+        return heads
 
     def cancel(self) -> None:
         """From any thread. After `close` it does nothing: the connection may be somebody else's."""
@@ -170,12 +208,5 @@ def _errors(name: str) -> Iterator[None]:
         raise
     except TimeoutError as error:
         raise TimedOut(f"{name}: no answer in time") from error
-    except (OSError, EOFError, DecodeError) as error:
+    except (OSError, EOFError, ValueError, DecodeError) as error:
         raise Unreachable(f"{name}: {error}") from error
-
-
-def _reply(frames: Frames, name: str, deadline: float) -> bytes:
-    status, body = frames.receive(deadline)
-    if status:
-        raise from_status(status, name, body.decode(errors="replace"))
-    return body

@@ -6,7 +6,6 @@ survive a fork: only the process that calls owns them. There are two, so that a 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -18,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import grpc
+import xxhash
 
 from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
 from cachesvc.connector.bulk import BulkChannel, BulkReplies
+from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
@@ -41,10 +42,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
-# Bytes put into slots between two looks at the clock: far less than the margin of any lease.
-_LOCKED_COPY_BYTES: Final = 8 << 20
-# A copy of fewer bytes takes less time than to let other threads run meanwhile.
-_SHORT_COPY_BYTES: Final = 256 << 10
+# Bytes put into slots between two looks at the clock: some milliseconds, far less than the margin of any lease.
+_LOCKED_COPY_BYTES: Final = 32 << 20
 
 logger = logging.getLogger("cachesvc.connector")
 
@@ -107,6 +106,7 @@ class Client:
         self._stubs: list[CacheStub] = []
         self._arena: Arena | None = None
         self._bulk: BulkChannel | None = None
+        self._copier = Copier(options.copy_threads)
         self._complained = False
         self._closed = False
 
@@ -117,6 +117,7 @@ class Client:
             channels, self._channels = self._channels, []
             arena, self._arena = self._arena, None
             bulk, self._bulk = self._bulk, None
+        self._copier.close()
         for way in (arena, bulk):
             if way is not None:
                 way.close()
@@ -258,20 +259,31 @@ class Client:
         slots = slot_positions(reply.slots, len(keys), "Reserve")
         return Reservation(reply.states, reply.lease_id, ends, arena, arena.session, slots)
 
-    def put(self, attachment: Attachment, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
-        """Copies (index, payload) pairs into the arena, or sends them in chunks."""
-        if reservation.arena is not None and reservation.session is not None:
-            _fill(reservation, payloads)
-            return
+    def put(
+        self,
+        attachment: Attachment,
+        reservation: Reservation,
+        payloads: Sequence[tuple[int, memoryview]],
+        *,
+        checksums: bool = True,
+    ) -> list[int]:
+        """Copies (index, payload) pairs into the arena, or sends them; returns their checksums for `commit`.
+
+        `checksums` False leaves them to the daemon, where the payloads lie in the arena: the list is empty then.
+        """
+        if reservation.arena is not None:
+            return self._fill(reservation, payloads, checksums=checksums)
         bulk, deadline_s = self._bulk, self._options.save_deadline_s
         if bulk is not None:
-            reply = bulk.put(reservation.lease_id, payloads, deadline_s)
+            reply, sums = bulk.put(reservation.lease_id, payloads, deadline_s)
         else:
+            sums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
             chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
             reply = self._call("Put", chunks, deadline_s, attachment)
         sent = sum(payload.nbytes for _, payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
+        return sums
 
     def commit(
         self, attachment: Attachment, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int]
@@ -288,6 +300,23 @@ class Client:
     def abort(self, reservation: Reservation) -> None:
         request = pb.AbortRequest(lease_id=reservation.lease_id)
         self._call("Abort", request, self._options.control_deadline_s, arena=reservation.arena)
+
+    def _fill(
+        self, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]], *, checksums: bool
+    ) -> list[int]:
+        """Copies payloads into their slots. Raises `LeaseLost` when the lease ends before it is done."""
+        arena, session = reservation.arena, reservation.session
+        assert arena is not None and session is not None
+        size = payloads[0][1].nbytes if payloads else 1
+        step = max(1, _LOCKED_COPY_BYTES // size)
+        sums: list[int] = []
+        for start in range(0, len(payloads), step):
+            pairs = [(arena.writable(reservation.slots[i], size), p) for i, p in payloads[start : start + step]]
+            with session.lock:
+                if session.ended or time.monotonic() >= reservation.ends:
+                    raise LeaseLost("Put: the write lease ended while its slots were being filled")
+                sums += self._copier.copy(pairs, checksums=checksums)
+        return sums if checksums else []
 
     def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
         """Maps the daemon's arena if it has one and this process can; says once, plainly, when it cannot."""
@@ -359,32 +388,6 @@ class Client:
                 self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
                 self._stubs = [CacheStub(channel) for channel in self._channels]
             return self._stubs
-
-
-def _fill(reservation: Reservation, payloads: Sequence[tuple[int, memoryview]]) -> None:
-    """Copies payloads into their slots. Raises `LeaseLost` when the lease ends before it is done."""
-    arena, session = reservation.arena, reservation.session
-    assert arena is not None and session is not None
-    size = payloads[0][1].nbytes if payloads else 1
-    step = max(1, _LOCKED_COPY_BYTES // size)
-    for start in range(0, len(payloads), step):
-        part = payloads[start : start + step]
-        targets = [arena.writable(reservation.slots[index], size) for index, _ in part]
-        with session.lock:
-            if session.ended or time.monotonic() >= reservation.ends:
-                raise LeaseLost("Put: the write lease ended while its slots were being filled")
-            for target, (_, payload) in zip(targets, part, strict=True):
-                copy(target, payload)
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies bytes between buffers of the same size; large ones (writable both) without holding up other threads."""
-    if source.nbytes < _SHORT_COPY_BYTES:
-        target[:] = source
-        return
-    assert target.nbytes == source.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
-    into, out_of = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
-    ctypes.memmove(into, out_of, source.nbytes)
 
 
 def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_bytes: int) -> Iterator[pb.PutRequest]:

@@ -129,11 +129,13 @@ class BulkReader(StreamReader):
         replies = self._start()
         try:
             self._began(replies)
-            for index in range(self._first, self._end):
-                target = self._target(index)
-                replies.read_into(target, index, last=index + 1 == self._end)
+            index = self._first
+            while index < self._end:
+                room = self._slots.count - (index - self._first) % self._slots.count
+                blocks = replies.receive(self._target, first=index, room=room, end=self._end)
                 self._arrived = time.monotonic()
-                yield target
+                yield from blocks
+                index += len(blocks)
         finally:
             replies.close()
 

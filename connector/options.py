@@ -48,6 +48,7 @@ class CacheOptions:
         min_hit_blocks: fewer matched blocks than this are not worth a load: no hit.
         read_lease_s, write_lease_s: asked of the daemon, cut to its limit. An engine that loads later gets a miss.
         shared_memory: map the arena of a daemon on this host, so that payloads pass no socket.
+        copy_threads: that copy payloads into the arena side by side, the saving thread included.
         durable: a save counts as stored only when it is on disk and synced.
         saves_refused_pause_s: how long nothing is gathered after the daemon had no room.
 
@@ -84,6 +85,7 @@ class CacheOptions:
     durable: bool = False
     saves_refused_pause_s: float = 1.0
     shared_memory: bool = True
+    copy_threads: int = 2
 
     breaker_failures: int = 3
     breaker_first_s: float = 0.25

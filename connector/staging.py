@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import xxhash
-
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Attachment, Client, Reservation
 from cachesvc.connector.errors import BadAnswer, CacheError
@@ -154,9 +152,8 @@ class Saver:
         slots = self._slots
         assert slots is not None, "a batch was made without buffers"
         payloads = [(index, slots.view(batch.slots[index])) for index in granted]
-        checksums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
         try:
-            self._client.put(attachment, reservation, payloads)
+            checksums = self._client.put(attachment, reservation, payloads)
             outcome = self._client.commit(attachment, reservation, granted, checksums)
         except CacheError:
             self._abort(reservation)

@@ -16,6 +16,7 @@ from cachesvc.benchmark.process import BenchError
 from cachesvc.cli._daemon import fetch_report
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Client, Match
+from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import CacheError
 from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader
 from cachesvc.connector.options import CacheOptions
@@ -50,6 +51,7 @@ class BenchClient:
         self._address = address
         self._options = _OPTIONS if shared_memory else _REMOTE_OPTIONS
         self._client = Client(parse_address(address), self._options)
+        self._copier = Copier(self._options.copy_threads)
         namespace = Namespace(model="benchmark", revision=os.urandom(8).hex(), dtype="uint8")
         try:
             self._attachment = self._client.attach(namespace.canonical_json(), [payload_bytes])
@@ -63,6 +65,7 @@ class BenchClient:
             raise
 
     def close(self) -> None:
+        self._copier.close()
         self._client.close()
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -101,8 +104,7 @@ class BenchClient:
         )
 
         def copy_out(first: int, payloads: Sequence[memoryview]) -> None:
-            for index, payload in enumerate(payloads, first):
-                targets[index][:] = payload
+            self._copier.copy(list(zip(targets[first:], payloads, strict=False)), checksums=False)
 
         self._read(reader, copy_out, len(keys))
         self.release(match)
@@ -132,15 +134,14 @@ class BenchClient:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview], *, checksums: bool = True) -> None:
-        """Reserve, checksums, copy in or send, commit. Without `checksums` they are left to the daemon's flusher."""
+        """Reserve, copy in or send, commit. Without `checksums` they are left to the daemon's flusher."""
         reservation = self._client.reserve(self._attachment, keys, _CLASS)
         if reservation.states.count(pb.ReserveState.GRANTED) != len(keys):
             raise BenchError(
                 f"{reservation.states.count(pb.ReserveState.GRANTED)} slots of {len(keys)} are granted: the arena is "
                 "too small, or its blocks do not get to disk"
             )
-        sums = [xxhash.xxh3_64_intdigest(payload) for payload in payloads] if checksums else []
-        self._client.put(self._attachment, reservation, list(enumerate(payloads)))
+        sums = self._client.put(self._attachment, reservation, list(enumerate(payloads)), checksums=checksums)
         states = self._client.commit(self._attachment, reservation, range(len(keys)), sums)
         if states.count(pb.CommitState.STORED) != len(keys):
             raise BenchError(f"{states.count(pb.CommitState.STORED)} blocks of {len(keys)} are stored")

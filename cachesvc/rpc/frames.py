@@ -72,28 +72,32 @@ class Frames:
         large[:done] = self._view[self._start : self._end]
         self._start = self._end = 0
         with memoryview(large) as target:
-            self.receive_into(target[done:], deadline)
+            self.receive_into([target[done:]], deadline)
         return code, bytes(large)
 
-    def send_all(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Sends bytes that are not a message. Raises `TimeoutError`."""
-        unsent = [memoryview(part) for part in parts]
+    def send_with(self, code: int, body: bytes, payloads: Sequence[memoryview], deadline: float) -> None:
+        """A message, and bytes behind it that are not part of it. Raises `TimeoutError`."""
+        unsent = [memoryview(_HEAD.pack(1 + len(body), code) + body), *payloads]
         while unsent:
             self._wait_at_most(socket.SO_SNDTIMEO, deadline)
             try:
                 sent = self._connection.sendmsg(unsent)
             except BlockingIOError:
                 continue
-            while unsent and sent >= len(unsent[0]):
-                sent -= len(unsent.pop(0))
-            if unsent:
-                unsent[0] = unsent[0][sent:]
+            _advance(unsent, sent)
 
-    def receive_into(self, target: memoryview, deadline: float) -> None:
-        """Fills `target` with bytes that are not a message (`ahead` is False). Raises `TimeoutError`, `EOFError`."""
-        done = 0
-        while done < len(target):
-            done += self._receive_into(target[done:], deadline)
+    def receive_into(self, targets: Sequence[memoryview], deadline: float) -> None:
+        """Fills buffers with bytes that are not a message (`ahead` is False). Raises `TimeoutError`, `EOFError`."""
+        empty = list(targets)
+        while empty:
+            self._wait_at_most(socket.SO_RCVTIMEO, deadline)
+            try:
+                got = self._connection.recvmsg_into(empty, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not got:
+                raise EOFError("the other end closed the connection")
+            _advance(empty, got)
 
     def wait(self) -> bool:
         """Waits, for ever, for a message to begin. False when the other end has closed instead."""
@@ -125,7 +129,7 @@ class Frames:
         while True:
             self._wait_at_most(socket.SO_RCVTIMEO, deadline)
             try:
-                got = self._connection.recv_into(target, 0, 0 if self._ahead else socket.MSG_WAITALL)
+                got = self._connection.recv_into(target)
             except BlockingIOError:
                 continue
             if not got:
@@ -141,3 +145,14 @@ class Frames:
             self._timeouts[option] = step
             timeval = _TIMEVAL.pack(int(step), int(step % 1 * 1e6))
             self._connection.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+def _advance(parts: list[memoryview], done: int) -> None:
+    """Takes the first `done` bytes out of `parts`."""
+    whole = 0
+    while whole < len(parts) and done >= len(parts[whole]):
+        done -= len(parts[whole])
+        whole += 1
+    del parts[:whole]
+    if done:
+        parts[0] = parts[0][done:]

@@ -10,6 +10,7 @@ import grpc
 
 from cachesvc.errors import AddressInUse, CallError
 from cachesvc.limits import CLIENT_STALL_SECONDS, MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
+from cachesvc.record import checksum
 from cachesvc.rpc import bulk
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.frames import Frames
@@ -19,7 +20,8 @@ from cachesvc.service import Service
 
 _OK: Final = int(grpc.StatusCode.OK.value[0])
 
-# Bytes that must move within the stall limit.
+# Bytes per second below which a client is cut off: it holds slots, or pins, as long as it talks.
+_SLOWEST: Final = 1 << 20
 _STEP: Final = 1 << 20
 
 
@@ -59,64 +61,73 @@ class BulkServer:
                 raise EOFError(f"unknown method {method}")
 
     def _get(self, frames: Frames, request: pb.GetRequest) -> None:
-        blocks = self._service.payloads(request)
         try:
-            block = next(blocks, None)
+            for batch in self._service.payloads(request, bulk.BATCH_BYTES):
+                for start in range(0, len(batch), bulk.MAX_HEADS):
+                    part = batch[start : start + bulk.MAX_HEADS]
+                    heads = [bulk.Head(block.number, block.miss, len(block.data), block.checksum) for block in part]
+                    data = [block.data for block in part]
+                    frames.send_with(bulk.BATCH, bulk.pack_heads(heads), data, _soon(_size(heads)))
         except CallError as error:
             frames.send(CODES[type(error)].value[0], str(error).encode(), _soon())
-            return
-        frames.send(_OK, b"", _soon())
-        while block is not None:
-            head = bulk.Head(block.index, block.miss, len(block.data), block.checksum).packed()
-            frames.send_all([head, block.data[:_STEP]], _soon())
-            for start in range(_STEP, len(block.data), _STEP):
-                frames.send_all([block.data[start : start + _STEP]], _soon())
-            block = next(blocks, None)
 
     def _put(self, frames: Frames, lease_id: bytes) -> None:
         """Everything is read to its end, also what is of no use any more, so that the client hears why."""
         received = 0
         refused: CallError | None = None
-        buffer = memoryview(bytearray(bulk.HEAD_BYTES))
-        while True:
-            frames.receive_into(buffer, _soon())
-            head = bulk.unpack_head(buffer)
-            if head.block == bulk.END:
-                break
-            if head.payload_bytes > MAX_PAYLOAD_BYTES:
-                raise EOFError(f"a payload of {head.payload_bytes} bytes is announced")
+        while heads := self._heads(frames):
             try:
-                self._put_one(frames, lease_id, head)
-                received += head.payload_bytes
+                self._receive(frames, lease_id, heads)
+                received += _size(heads)
             except CallError as error:
                 refused = error
-                self._discard(frames, head.payload_bytes)
+                self._discard(frames, _size(heads))
         if refused is None:
             reply = pb.PutReply(boot_id=self._service.boot_id, received_bytes=received)
             frames.send(_OK, reply.SerializeToString(), _soon())
         else:
             frames.send(CODES[type(refused)].value[0], str(refused).encode(), _soon())
 
-    def _put_one(self, frames: Frames, lease_id: bytes, head: bulk.Head) -> None:
-        """Receives one payload into its slot. A `CallError` is raised before any byte of it is read."""
-        begun = self._service.begin_put(lease_id, head.block, head.payload_bytes)
-        if begun is None:
-            self._discard(frames, head.payload_bytes)
-            return
-        lease, slot = begun
+    def _heads(self, frames: Frames) -> list[bulk.Head]:
+        code, body = frames.receive(_soon())
+        try:
+            heads = bulk.unpack_heads(body)
+        except ValueError as error:
+            raise EOFError(str(error)) from error
+        if code != bulk.BATCH or any(head.payload_bytes > MAX_PAYLOAD_BYTES for head in heads):
+            raise EOFError(f"a batch with code {code} and {len(heads)} payloads up to {max(heads, default=0)}")
+        return heads
+
+    def _receive(self, frames: Frames, lease_id: bytes, heads: list[bulk.Head]) -> None:
+        """Receives payloads into their slots. A `CallError` is raised before any byte of them is read."""
+        lease, slots = self._service.begin_put(lease_id, {head.block: head.payload_bytes for head in heads})
         complete = False
         try:
-            payload = self._service.store.arena.view(slot)
-            for start in range(0, len(payload), _STEP):
-                frames.receive_into(payload[start : start + _STEP], _soon())
+            views = [self._service.store.arena.view(slots[head.block]) for head in heads if head.block in slots]
+            if len(views) == len(heads):
+                frames.receive_into(views, _soon(_size(heads)))
+            else:
+                for head in heads:
+                    if head.block in slots:
+                        view = self._service.store.arena.view(slots[head.block])
+                        frames.receive_into([view], _soon(head.payload_bytes))
+                    else:
+                        self._discard(frames, head.payload_bytes)  # it is stored already
+            for slot in slots.values():
+                slot.checksum = checksum(self._service.store.arena.view(slot))  # while it is still in a cache
             complete = True
         finally:
-            self._service.end_put(lease, head.block, complete=complete)
+            self._service.end_put(lease, slots, complete=complete)
 
     def _discard(self, frames: Frames, size: int) -> None:
         for start in range(0, size, _STEP):
-            frames.receive_into(self._scratch[: min(_STEP, size - start)], _soon())
+            frames.receive_into([self._scratch[: min(_STEP, size - start)]], _soon())
 
 
-def _soon() -> float:
-    return time.monotonic() + CLIENT_STALL_SECONDS
+def _size(heads: list[bulk.Head]) -> int:
+    return sum(head.payload_bytes for head in heads)
+
+
+def _soon(size: int = 0) -> float:
+    """When `size` bytes must have moved at the latest."""
+    return time.monotonic() + CLIENT_STALL_SECONDS + size / _SLOWEST

@@ -98,15 +98,15 @@ def test_a_session_that_ends_under_a_load_makes_it_a_miss(
 def test_a_saver_does_not_write_after_its_session_ended(
     small: Daemon, cache: PrefixCache, namespace: Namespace, monkeypatch: Any
 ) -> None:
-    original = connector_client.copy
+    original = cache._client._copier.copy
     copying = threading.Event()
 
-    def slow_copy(target: memoryview, source: memoryview) -> None:
+    def slow_copy(pairs: Sequence[tuple[memoryview, memoryview]], *, checksums: bool) -> list[int]:
         copying.set()
         time.sleep(0.4)
-        original(target, source)
+        return original(pairs, checksums=checksums)
 
-    monkeypatch.setattr(connector_client, "copy", slow_copy)
+    monkeypatch.setattr(cache._client._copier, "copy", slow_copy)
     monkeypatch.setattr(connector_client, "_LOCKED_COPY_BYTES", SIZE)  # look at the session before each of the blocks
     p = cache.match(PROMPT)
     cache.save(

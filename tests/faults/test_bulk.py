@@ -32,25 +32,20 @@ class Channel:
         self.frames.send(bulk.PUT, pb.PutRequest(lease_id=lease_id).SerializeToString(), soon())
 
     def send(self, index: int, payload: bytes, *, size: int | None = None) -> None:
-        head = bulk.Head(index, 0, len(payload) if size is None else size, 0).packed()
-        self.frames.send_all([head, payload], soon())
+        head = bulk.Head(index, 0, len(payload) if size is None else size, 0)
+        self.frames.send_with(bulk.BATCH, bulk.pack_heads([head]), [memoryview(payload)], soon())
 
     def end_put(self) -> tuple[int, bytes]:
-        self.frames.send_all([bulk.Head(bulk.END, 0, 0, 0).packed()], soon())
+        self.frames.send(bulk.BATCH, b"", soon())
         return self.frames.receive(soon())
 
     def get(self, request: pb.GetRequest) -> tuple[int, bytes]:
         self.frames.send(bulk.GET, request.SerializeToString(), soon())
         return self.frames.receive(soon())
 
-    def head(self) -> bulk.Head:
-        buffer = memoryview(bytearray(bulk.HEAD_BYTES))
-        self.frames.receive_into(buffer, soon())
-        return bulk.unpack_head(buffer)
-
     def payload(self, size: int) -> bytes:
         buffer = bytearray(size)
-        self.frames.receive_into(memoryview(buffer), soon())
+        self.frames.receive_into([memoryview(buffer)], soon())
         return bytes(buffer)
 
 
@@ -83,10 +78,10 @@ def test_payloads_arrive_as_they_were_sent(client: Client, channel: Channel, nam
     assert code == 0 and pb.PutReply.FromString(body).received_bytes == 4 * SIZE
     assert client.commit(lease, {i: checksum(p) for i, p in enumerate(payloads)}) == [pb.CommitState.STORED] * 4
     match = client.match(keys)
-    assert channel.get(pb.GetRequest(lease_id=match.lease_id, first=1, count=3)) == (0, b"")
-    for index in (1, 2, 3):
-        assert channel.head() == (index, 0, SIZE, checksum(payloads[index]))
-        assert channel.payload(SIZE) == payloads[index]
+    code, heads = channel.get(pb.GetRequest(lease_id=match.lease_id, first=1, count=3))
+    assert code == bulk.BATCH
+    assert bulk.unpack_heads(heads) == [(index, 0, SIZE, checksum(payloads[index])) for index in (1, 2, 3)]
+    assert channel.payload(3 * SIZE) == b"".join(payloads[1:])
 
 
 def test_a_payload_that_changed_on_the_way_is_not_stored(
@@ -113,7 +108,7 @@ def test_a_slot_that_is_being_filled_is_neither_committed_nor_given_away(
     wait_until(lambda: client.report().write_leases == 0)
     assert client.report().arena_used_bytes > 0, "the slot was given away while it is being written"
     assert list(client.reserve(keys).states) == [pb.ReserveState.BUSY]
-    channel.frames.send_all([payload[SIZE // 2 :]], soon())
+    channel.socket.sendall(payload[SIZE // 2 :])
     assert channel.end_put()[0] == 0
     wait_until(lambda: client.report().arena_used_bytes == 0)
     assert list(client.reserve(keys).states) == [pb.ReserveState.GRANTED]
