@@ -274,7 +274,7 @@ class DiskTier:
             entries = [
                 (
                     block_id(h.key, h.shard),
-                    Entry(shape, segment, h.number, h.checksum, h.created, h.used, traffic_class),
+                    Entry(shape, segment, h.number, h.checksum, h.created, h.used, traffic_class, h.used),
                 )
                 for h in heads
             ]
@@ -514,7 +514,7 @@ class DiskTier:
                 stored.created,
                 stored.used,
                 traffic_class,
-                stored.touched,
+                -1.0 if stored.touched else stored.used,
             )
             segment.place(identity, stored.record)
             self.catalog.insert_locked(identity, entry)
@@ -553,6 +553,7 @@ class DiskTier:
                     record.created,
                     record.used,
                     segment.traffic_class,
+                    record.used,
                 )
                 self.catalog.insert_locked(identity, entry)
                 put.append((identity, entry))

@@ -23,7 +23,8 @@ class Ghosts:
 
     def forget(self, key: bytes) -> None:
         """The key is stored again."""
-        self._reasons.pop(key, None)
+        if key in self._reasons:
+            del self._reasons[key]
 
     def reason(self, key: bytes) -> MissReason.ValueType:
         return self._reasons.get(key, MissReason.NEVER_SEEN)

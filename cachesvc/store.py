@@ -123,7 +123,7 @@ class Store:
         identities = [slot.identity for slot in slots]
         published = self.arena.publish(slots, checksums, verified=verified)
         new = zip(identities, checksums, published, strict=True)
-        self.catalog.add((i, Entry(shape, None, 0, c, now, now, traffic_class)) for i, c, shown in new if shown)
+        self.catalog.add((i, Entry(shape, None, 0, c, now, now, traffic_class, now)) for i, c, shown in new if shown)
         for identity, shown in zip(identities, published, strict=True):
             if not shown and self.catalog.where(identity) is None:
                 self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody

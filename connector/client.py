@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
 import sys
 import threading
@@ -315,8 +316,8 @@ class Client:
             with session.lock:
                 if session.ended or time.monotonic() >= reservation.ends:
                     raise LeaseLost("Put: the write lease ended while its slots were being filled")
-                sums += self._copier.copy(pairs, checksums=checksums)
-        return sums if checksums else []
+                sums += self._copier.copy(pairs, checksums=checksums, padding=-size % mmap.PAGESIZE)
+        return sums
 
     def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
         """Maps the daemon's arena if it has one and this process can; says once, plainly, when it cannot."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import xxhash
 
-# Bytes copied before their checksum is computed: half of a core's cache at most.
-_PIECE: Final = 256 << 10
+# Bytes copied before their checksums are computed: half of a core's cache at most.
+_PIECE: Final = 512 << 10
+# Bytes copied in one call without checksums.
+_RUN: Final = 8 << 20
 # Below this a second thread costs more than it brings.
 _SHARED: Final = 2 << 20
 
@@ -30,26 +32,30 @@ class Copier:
         self._threads = threads
         self._others: ThreadPoolExecutor | None = None
 
-    def copy(self, pairs: Sequence[Pair], *, checksums: bool) -> list[int]:
-        """Copies; returns xxh3_64 of each payload, or zeros without `checksums`."""
-        total = sum(source.nbytes for _, source in pairs)
-        parts = min(self._threads, len(pairs), max(1, total // _SHARED))
-        if parts < 2:
-            return _copy_all(pairs, checksums)
-        if self._others is None:
-            self._others = ThreadPoolExecutor(self._threads - 1, "cachesvc-copy")
+    def copy(self, pairs: Sequence[Pair], *, checksums: bool, padding: int = 0) -> list[int]:
+        """Copies payloads of one size; returns xxh3_64 of each, or nothing without `checksums`.
+
+        `padding`: so many bytes behind each target are not anybody's, and may be overwritten. Payloads that lie one
+        behind the other on both sides are then copied together.
+        """
+        if not pairs:
+            return []
+        size = pairs[0][1].nbytes
+        assert all(target.nbytes == size == source.nbytes for target, source in pairs), "payloads differ in size"
+        parts = min(self._threads, len(pairs), max(1, size * len(pairs) // _SHARED))
         step = -(-len(pairs) // parts)
+        others: list[Future[list[int]]] = []
         try:
-            others = [
-                self._others.submit(_copy_all, pairs[start : start + step], checksums)
-                for start in range(step, len(pairs), step)
-            ]
-        except RuntimeError:  # no thread can be had, or the interpreter ends
-            return _copy_all(pairs, checksums)
-        sums = _copy_all(pairs[:step], checksums)
-        for other in others:
-            sums += other.result()
-        return sums
+            if parts > 1 and self._others is None:
+                self._others = ThreadPoolExecutor(self._threads - 1, "cachesvc-copy")
+            for start in range(step, len(pairs), step):
+                assert self._others is not None
+                others.append(self._others.submit(_copy_part, pairs[start : start + step], size, padding, checksums))
+        except RuntimeError:  # no thread can be had: this one does it all, the rest perhaps twice
+            step = len(pairs)
+        sums = _copy_part(pairs[:step], size, padding, checksums)
+        theirs = [other.result() for other in others]
+        return sums if step == len(pairs) else sums + [total for part in theirs for total in part]
 
     def close(self) -> None:
         """Ends the other threads; a copy under way is finished."""
@@ -57,23 +63,36 @@ class Copier:
             self._others.shutdown(wait=False)
 
 
-def _copy_all(pairs: Sequence[Pair], checksums: bool) -> list[int]:
-    return [_copy(target, source, checksums) for target, source in pairs]
+def _copy_part(pairs: Sequence[Pair], size: int, padding: int, checksums: bool) -> list[int]:
+    if checksums and size > _PIECE:
+        return [_copy_by_pieces(target, source) for target, source in pairs]
+    targets = [_address(target) for target, _ in pairs]
+    sources = [_address(source) for _, source in pairs]
+    sums: list[int] = []
+    longest = max(1, (_PIECE if checksums else _RUN) // size)
+    first = 0
+    while first < len(pairs):
+        end = first + 1
+        # Payloads that lie alike on both sides go in one call, with what is between them.
+        while (
+            end < len(pairs)
+            and end - first < longest
+            and 0 <= targets[end] - targets[end - 1] - size <= padding
+            and sources[end] - sources[end - 1] == targets[end] - targets[end - 1]
+        ):
+            end += 1
+        ctypes.memmove(targets[first], sources[first], targets[end - 1] - targets[first] + size)
+        if checksums:
+            sums += [xxhash.xxh3_64_intdigest(source) for _, source in pairs[first:end]]
+        first = end
+    return sums
 
 
-def _copy(target: memoryview, source: memoryview, checksum: bool) -> int:
-    size = source.nbytes
-    assert target.nbytes == size, f"{size} bytes do not fill {target.nbytes}"
+def _copy_by_pieces(target: memoryview, source: memoryview) -> int:
     into, out_of = _address(target), _address(source)
-    if not checksum:
-        ctypes.memmove(into, out_of, size)
-        return 0
-    if size <= _PIECE:
-        ctypes.memmove(into, out_of, size)
-        return xxhash.xxh3_64_intdigest(source)
     total = xxhash.xxh3_64()
-    for start in range(0, size, _PIECE):
-        end = min(start + _PIECE, size)
+    for start in range(0, source.nbytes, _PIECE):
+        end = min(start + _PIECE, source.nbytes)
         ctypes.memmove(into + start, out_of + start, end - start)
         total.update(source[start:end])
     return total.intdigest()

@@ -21,6 +21,7 @@ from cachesvc.connector.errors import CacheError
 from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader
 from cachesvc.connector.options import CacheOptions
 from cachesvc.keys import BLOCK_TOKENS, KEY_BYTES, Namespace
+from cachesvc.record import PAGE
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.address import parse_address
 
@@ -103,8 +104,10 @@ class BenchClient:
             deadline_s=_DEADLINE_SECONDS,
         )
 
+        padding = -self.payload_bytes % PAGE  # the targets have pages of their own
+
         def copy_out(first: int, payloads: Sequence[memoryview]) -> None:
-            self._copier.copy(list(zip(targets[first:], payloads, strict=False)), checksums=False)
+            self._copier.copy(list(zip(targets[first:], payloads, strict=False)), checksums=False, padding=padding)
 
         self._read(reader, copy_out, len(keys))
         self.release(match)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from cachesvc.classes import TrafficClass
@@ -35,7 +35,7 @@ class Entry:
     """Where a block lies on disk, which never changes (a block that moves gets a new entry), and how it is used.
 
     A block that is only in the arena so far has no `segment`. `traffic_class` is the longest-lived class that used the
-    block: its TTL counts from `used`. `touched` says that it was used after it was written where it lies now.
+    block: its TTL counts from `used`. `placed` is the use time with which it was written where it lies now.
     """
 
     shape: Shape
@@ -45,19 +45,22 @@ class Entry:
     created: float
     used: float
     traffic_class: TrafficClass
-    touched: bool = False
-    expires: float = field(init=False)
+    placed: float
 
-    def __post_init__(self) -> None:
-        self.expires = self.used + self.traffic_class.ttl
+    @property
+    def expires(self) -> float:
+        return self.used + self.traffic_class.ttl
+
+    @property
+    def touched(self) -> bool:
+        """Whether it was used after it was written where it lies now."""
+        return self.used != self.placed
 
     def touch(self, traffic_class: TrafficClass, now: float) -> None:
         """A use by a request of that class."""
         self.used = max(self.used, now)
-        self.touched = True
         if traffic_class.ttl > self.traffic_class.ttl:
             self.traffic_class = traffic_class
-        self.expires = self.used + self.traffic_class.ttl
 
 
 Table = dict[bytes, Entry]

@@ -101,10 +101,10 @@ def test_a_saver_does_not_write_after_its_session_ended(
     original = cache._client._copier.copy
     copying = threading.Event()
 
-    def slow_copy(pairs: Sequence[tuple[memoryview, memoryview]], *, checksums: bool) -> list[int]:
+    def slow_copy(pairs: Sequence[tuple[memoryview, memoryview]], **how: Any) -> list[int]:
         copying.set()
         time.sleep(0.4)
-        return original(pairs, checksums=checksums)
+        return original(pairs, **how)
 
     monkeypatch.setattr(cache._client._copier, "copy", slow_copy)
     monkeypatch.setattr(connector_client, "_LOCKED_COPY_BYTES", SIZE)  # look at the session before each of the blocks
