@@ -189,7 +189,7 @@ def leaked_slots(daemon: DaemonProcess) -> int:
         if not granted:
             time.sleep(0.05)  # the flusher has to catch up
             continue
-        client.put(attachment, reservation, [(index, buffer) for index in granted])
+        client.put(attachment, reservation, granted, [buffer] * len(granted))
         client.commit(attachment, reservation, granted, [])
         done += len(granted)
     match = client.match(

@@ -22,6 +22,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, TimedOut, Unreachable, from_status
+from cachesvc.connector.payloads import Payloads, Region
 from cachesvc.connector.prefault import Prefault
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.frames import Frames
@@ -123,8 +124,7 @@ class Arena:
             raise ArenaUnavailable(f"{path}: the shared memory cannot be mapped: {error}") from error
         finally:
             _close_all(descriptors)
-        self._size = len(readable)
-        self._readable, self._writable = memoryview(readable), memoryview(writable)
+        self._readable, self._writable = Region(memoryview(readable)), Region(memoryview(writable))
         self._prefault = Prefault([(readable, False), (writable, True)])
         self._prefault.start()
 
@@ -165,20 +165,23 @@ class Arena:
             self._drop()
             raise self._lost(name, error, deadline) from error
 
-    def readable(self, offset: int, size: int) -> memoryview:
-        """A slot's payload, read-only. Raises `BadAnswer` for one outside of the arena."""
-        return self._readable[self._checked(offset, size) : offset + size]
+    def readable(self, offsets: Sequence[int], size: int) -> Payloads:
+        """Payloads in slots, read-only. Raises `BadAnswer` for one outside of the arena."""
+        return self._payloads(self._readable, offsets, size)
 
-    def writable(self, offset: int, size: int) -> memoryview:
-        """A slot's payload, to be filled while the write lease lives. Raises `BadAnswer`."""
-        return self._writable[self._checked(offset, size) : offset + size]
+    def writable(self, offsets: Sequence[int], size: int) -> Payloads:
+        """Slots to be filled while the write lease lives. Raises `BadAnswer`."""
+        return self._payloads(self._writable, offsets, size)
 
-    def _checked(self, offset: int, size: int) -> int:
-        if offset % mmap.PAGESIZE or offset + size > self._size:
-            if offset == NO_SLOT:
-                raise BadAnswer("a block was granted without a slot")
-            raise BadAnswer(f"slot at {offset} of {size} bytes does not lie in the arena of {self._size}")
-        return offset
+    def _payloads(self, region: Region, offsets: Sequence[int], size: int) -> Payloads:
+        if NO_SLOT in offsets:
+            raise BadAnswer("a block was granted without a slot")
+        if any(offset % mmap.PAGESIZE for offset in offsets):
+            raise BadAnswer("a slot does not begin on a page")
+        try:
+            return Payloads(region, offsets, size)
+        except ValueError as error:
+            raise BadAnswer(f"slots are not in the arena: {error}") from error
 
     def _connect(self, deadline: float) -> tuple[Session, Any, list[int]]:
         """A new session: connection, the daemon's reply, and the arena's descriptors for the caller to close."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
+
+from cachesvc.connector.payloads import Payloads, Region
 
 
 class Slots:
@@ -16,15 +19,18 @@ class Slots:
         self.payload_bytes = payload_bytes
         self.count = count
         self._stride = -(-payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = memoryview(
-            mmap.mmap(-1, max(1, self._stride * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
+        mapping = mmap.mmap(-1, max(1, self._stride * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._region = Region(memoryview(mapping))
         self._lock = threading.Lock()
         self._free = list(range(count - 1, -1, -1))  # a stack: the buffer used last is the one still in a cache
 
     def view(self, slot: int) -> memoryview:
         start = slot * self._stride
-        return self._memory[start : start + self.payload_bytes]
+        return self._region.memory[start : start + self.payload_bytes]
+
+    def views(self, slots: Sequence[int]) -> Payloads:
+        """`view` of many."""
+        return Payloads(self._region, [slot * self._stride for slot in slots], self.payload_bytes)
 
     def take(self, wanted: int) -> list[int]:
         """Up to `wanted` free slots, perhaps none. The caller owns them until `give`."""

@@ -78,23 +78,26 @@ class BulkChannel:
         return BulkReplies(self, connection, deadline)
 
     def put(
-        self, lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], deadline_s: float
+        self, lease_id: bytes, indices: Sequence[int], payloads: Sequence[memoryview], deadline_s: float
     ) -> tuple[Any, list[int]]:
         """The daemon's PutReply, and the payloads' checksums."""
-        sums: list[int] = []
         deadline = time.monotonic() + deadline_s
         connection = self._take(deadline)
         good = False
+        sums: list[int] = []
         try:
             with _errors("Put"):
                 frames = connection.frames
                 frames.send(bulk.PUT, pb.PutRequest(lease_id=lease_id).SerializeToString(), deadline)
-                step = bulk.blocks_at_once(payloads[0][1].nbytes) if payloads else 1
+                step = bulk.blocks_at_once(payloads[0].nbytes) if payloads else 1
                 for start in range(0, len(payloads), step):
-                    part = payloads[start : start + step]
-                    sums += [xxhash.xxh3_64_intdigest(payload) for _, payload in part]
-                    heads = [bulk.Head(i, 0, p.nbytes, s) for (i, p), s in zip(part, sums[start:], strict=True)]
-                    frames.send_with(bulk.BATCH, bulk.pack_heads(heads), [payload for _, payload in part], deadline)
+                    part = list(payloads[start : start + step])
+                    sums += [xxhash.xxh3_64_intdigest(payload) for payload in part]
+                    heads = [
+                        bulk.Head(index, 0, payload.nbytes, total)
+                        for index, payload, total in zip(indices[start:], part, sums[start:], strict=False)
+                    ]
+                    frames.send_with(bulk.BATCH, bulk.pack_heads(heads), part, deadline)
                 frames.send(bulk.BATCH, b"", deadline)
                 status, body = frames.receive(deadline)
                 if status:

@@ -203,7 +203,7 @@ class Client:
         checksums = slot_positions(reply.checksums, reply.matched_blocks, "Match")
         return Match(reply.matched_blocks, reply.lease_id, ends, arena, arena.session, slots, checksums)
 
-    def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[list[int], list[int], int]:
+    def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[Sequence[int], Sequence[int], int]:
         """Positions and checksums (see `Match`) of blocks that are ready by then; why the next one never will be."""
         assert match.arena is not None, "only blocks in the arena can be loaded"
         request = pb.LoadRequest(
@@ -215,7 +215,7 @@ class Client:
         if ready > count:
             raise BadAnswer(f"Load: {ready} blocks came of {count} asked")
         positions = slot_positions(reply.slots, ready, "Load")
-        return list(positions), list(slot_positions(reply.checksums, ready, "Load")), reply.miss
+        return positions, slot_positions(reply.checksums, ready, "Load"), reply.miss
 
     def get(self, lease_id: bytes, *, first: int, count: int) -> Replies:
         """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
@@ -264,24 +264,25 @@ class Client:
         self,
         attachment: Attachment,
         reservation: Reservation,
-        payloads: Sequence[tuple[int, memoryview]],
+        indices: Sequence[int],
+        payloads: Sequence[memoryview],
         *,
         checksums: bool = True,
     ) -> list[int]:
-        """Copies (index, payload) pairs into the arena, or sends them; returns their checksums for `commit`.
+        """Copies the payloads of `indices` into the arena, or sends them; returns their checksums for `commit`.
 
         `checksums` False leaves them to the daemon, where the payloads lie in the arena: the list is empty then.
         """
         if reservation.arena is not None:
-            return self._fill(reservation, payloads, checksums=checksums)
+            return self._fill(reservation, indices, payloads, checksums=checksums)
         bulk, deadline_s = self._bulk, self._options.save_deadline_s
         if bulk is not None:
-            reply, sums = bulk.put(reservation.lease_id, payloads, deadline_s)
+            reply, sums = bulk.put(reservation.lease_id, indices, payloads, deadline_s)
         else:
-            sums = [xxhash.xxh3_64_intdigest(payload) for _, payload in payloads]
-            chunks = _chunks(reservation.lease_id, payloads, attachment.max_chunk_bytes)
+            sums = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
+            chunks = _chunks(reservation.lease_id, indices, payloads, attachment.max_chunk_bytes)
             reply = self._call("Put", chunks, deadline_s, attachment)
-        sent = sum(payload.nbytes for _, payload in payloads)
+        sent = sum(payload.nbytes for payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
         return sums
@@ -303,20 +304,27 @@ class Client:
         self._call("Abort", request, self._options.control_deadline_s, arena=reservation.arena)
 
     def _fill(
-        self, reservation: Reservation, payloads: Sequence[tuple[int, memoryview]], *, checksums: bool
+        self,
+        reservation: Reservation,
+        indices: Sequence[int],
+        payloads: Sequence[memoryview],
+        *,
+        checksums: bool,
     ) -> list[int]:
         """Copies payloads into their slots. Raises `LeaseLost` when the lease ends before it is done."""
         arena, session = reservation.arena, reservation.session
         assert arena is not None and session is not None
-        size = payloads[0][1].nbytes if payloads else 1
+        size = payloads[0].nbytes if payloads else 1
+        slots = arena.writable([reservation.slots[index] for index in indices], size)
         step = max(1, _LOCKED_COPY_BYTES // size)
         sums: list[int] = []
         for start in range(0, len(payloads), step):
-            pairs = [(arena.writable(reservation.slots[i], size), p) for i, p in payloads[start : start + step]]
+            part = slice(start, start + step)
             with session.lock:
                 if session.ended or time.monotonic() >= reservation.ends:
                     raise LeaseLost("Put: the write lease ended while its slots were being filled")
-                sums += self._copier.copy(pairs, checksums=checksums, padding=-size % mmap.PAGESIZE)
+                padding = -size % mmap.PAGESIZE
+                sums += self._copier.copy(slots[part], payloads[part], checksums=checksums, padding=padding)
         return sums
 
     def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
@@ -391,8 +399,10 @@ class Client:
             return self._stubs
 
 
-def _chunks(lease_id: bytes, payloads: Sequence[tuple[int, memoryview]], chunk_bytes: int) -> Iterator[pb.PutRequest]:
-    for index, payload in payloads:
+def _chunks(
+    lease_id: bytes, indices: Sequence[int], payloads: Sequence[memoryview], chunk_bytes: int
+) -> Iterator[pb.PutRequest]:
+    for index, payload in zip(indices, payloads, strict=True):
         for offset in range(0, payload.nbytes, chunk_bytes):
             data = bytes(payload[offset : offset + chunk_bytes])
             yield pb.PutRequest(lease_id=lease_id, index=index, offset=offset, data=data)

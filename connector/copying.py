@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 import xxhash
+
+from cachesvc.connector.payloads import addresses_of
 
 # Bytes copied before their checksums are computed: half of a core's cache at most.
 _PIECE: Final = 512 << 10
@@ -19,9 +21,6 @@ _PIECE: Final = 512 << 10
 _RUN: Final = 8 << 20
 # Below this a second thread costs more than it brings.
 _SHARED: Final = 2 << 20
-
-Pair = tuple[memoryview, memoryview]
-"""Target and source, of the same size."""
 
 
 class Copier:
@@ -32,30 +31,34 @@ class Copier:
         self._threads = threads
         self._others: ThreadPoolExecutor | None = None
 
-    def copy(self, pairs: Sequence[Pair], *, checksums: bool, padding: int = 0) -> list[int]:
+    def copy(
+        self, targets: Sequence[memoryview], sources: Sequence[memoryview], *, checksums: bool, padding: int = 0
+    ) -> list[int]:
         """Copies payloads of one size; returns xxh3_64 of each, or nothing without `checksums`.
 
         `padding`: so many bytes behind each target are not anybody's, and may be overwritten. Payloads that lie one
         behind the other on both sides are then copied together.
         """
-        if not pairs:
+        count = len(sources)
+        if not count:
             return []
-        size = pairs[0][1].nbytes
-        assert all(target.nbytes == size == source.nbytes for target, source in pairs), "payloads differ in size"
-        parts = min(self._threads, len(pairs), max(1, size * len(pairs) // _SHARED))
-        step = -(-len(pairs) // parts)
+        size = sources[0].nbytes
+        assert len(targets) == count and targets[0].nbytes == size, "targets and sources differ"
+        parts = min(self._threads, count, max(1, size * count // _SHARED))
+        step = -(-count // parts)
         others: list[Future[list[int]]] = []
         try:
             if parts > 1 and self._others is None:
                 self._others = ThreadPoolExecutor(self._threads - 1, "cachesvc-copy")
-            for start in range(step, len(pairs), step):
+            for start in range(step, count, step):
+                part = slice(start, start + step)
                 assert self._others is not None
-                others.append(self._others.submit(_copy_part, pairs[start : start + step], size, padding, checksums))
-        except RuntimeError:  # no thread can be had: this one does it all, the rest perhaps twice
-            step = len(pairs)
-        sums = _copy_part(pairs[:step], size, padding, checksums)
+                others.append(self._others.submit(_copy_part, targets[part], sources[part], padding, checksums))
+        except RuntimeError:  # no thread can be had: this one does it all, a part perhaps twice
+            step = count
+        sums = _copy_part(targets[:step], sources[:step], padding, checksums)
         theirs = [other.result() for other in others]
-        return sums if step == len(pairs) else sums + [total for part in theirs for total in part]
+        return sums if step == count else sums + [total for part in theirs for total in part]
 
     def close(self) -> None:
         """Ends the other threads; a copy under way is finished."""
@@ -63,73 +66,37 @@ class Copier:
             self._others.shutdown(wait=False)
 
 
-def _copy_part(pairs: Sequence[Pair], size: int, padding: int, checksums: bool) -> list[int]:
+def _copy_part(
+    targets: Sequence[memoryview], sources: Sequence[memoryview], padding: int, checksums: bool
+) -> list[int]:
+    size = sources[0].nbytes
+    into, out_of = addresses_of(targets), addresses_of(sources)
     if checksums and size > _PIECE:
-        return [_copy_by_pieces(target, source) for target, source in pairs]
-    targets = [_address(target) for target, _ in pairs]
-    sources = [_address(source) for _, source in pairs]
+        return [_copy_by_pieces(to, source, at) for to, source, at in zip(into, sources, out_of, strict=True)]
     sums: list[int] = []
     longest = max(1, (_PIECE if checksums else _RUN) // size)
     first = 0
-    while first < len(pairs):
+    while first < len(into):
         end = first + 1
         # Payloads that lie alike on both sides go in one call, with what is between them.
         while (
-            end < len(pairs)
+            end < len(into)
             and end - first < longest
-            and 0 <= targets[end] - targets[end - 1] - size <= padding
-            and sources[end] - sources[end - 1] == targets[end] - targets[end - 1]
+            and 0 <= (step := into[end] - into[end - 1]) - size <= padding
+            and out_of[end] - out_of[end - 1] == step
         ):
             end += 1
-        ctypes.memmove(targets[first], sources[first], targets[end - 1] - targets[first] + size)
+        ctypes.memmove(into[first], out_of[first], into[end - 1] - into[first] + size)
         if checksums:
-            sums += [xxhash.xxh3_64_intdigest(source) for _, source in pairs[first:end]]
+            sums += map(xxhash.xxh3_64_intdigest, sources[first:end])
         first = end
     return sums
 
 
-def _copy_by_pieces(target: memoryview, source: memoryview) -> int:
-    into, out_of = _address(target), _address(source)
+def _copy_by_pieces(into: int, source: memoryview, out_of: int) -> int:
     total = xxhash.xxh3_64()
     for start in range(0, source.nbytes, _PIECE):
         end = min(start + _PIECE, source.nbytes)
         ctypes.memmove(into + start, out_of + start, end - start)
         total.update(source[start:end])
     return total.intdigest()
-
-
-class _Buffer(ctypes.Structure):
-    """``Py_buffer``: the only way to the address of a read-only buffer."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get: Final[Any] = ctypes.pythonapi.PyObject_GetBuffer
-_get.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
-_release: Final[Any] = ctypes.pythonapi.PyBuffer_Release
-_release.argtypes = (ctypes.POINTER(_Buffer),)
-_release.restype = None
-
-
-def _address(view: memoryview) -> int:
-    """Where a buffer's bytes lie. The caller keeps `view` alive as long as the address is used."""
-    if not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    buffer = _Buffer()
-    _get(view, ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf)
-    finally:
-        _release(ctypes.byref(buffer))

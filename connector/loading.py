@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import grpc
@@ -34,7 +34,7 @@ class Reader(Protocol):
     @property
     def idle_s(self) -> float: ...
     def cancel(self) -> None: ...
-    def batches(self) -> Iterator[tuple[int, list[memoryview]]]: ...
+    def batches(self) -> Iterator[tuple[int, Sequence[memoryview]]]: ...
 
     def still_good(self) -> bool:
         """Whether the last batch was good all the time while it was used."""
@@ -192,7 +192,7 @@ class SlotReader:
 
     def __init__(
         self,
-        load: Callable[..., tuple[list[int], list[int], int]],
+        load: Callable[..., tuple[Sequence[int], Sequence[int], int]],
         match: Match,
         *,
         payload_bytes: int,
@@ -226,7 +226,7 @@ class SlotReader:
         self.error = LeaseLost("the lease ended while its blocks were being read")
         return False
 
-    def batches(self) -> Iterator[tuple[int, list[memoryview]]]:
+    def batches(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """(index of the first block, read-only payloads) of blocks that are ready, at most `batch_blocks` at once."""
         index = self._first
         try:
@@ -239,11 +239,11 @@ class SlotReader:
         except CacheError as error:
             self.error = error
 
-    def _next(self, index: int) -> list[memoryview]:
+    def _next(self, index: int) -> Sequence[memoryview]:
         """Ready payloads from `index` on, perhaps none after some waiting."""
         count = min(self._batch_blocks, self._end - index)
-        slots = list(self._match.slots[index : index + count])
-        checksums = list(self._match.checksums[index : index + count])
+        slots = self._match.slots[index : index + count]
+        checksums = self._match.checksums[index : index + count]
         ready = slots.index(NO_SLOT) if NO_SLOT in slots else count
         if not ready:
             if time.monotonic() >= self._deadline:
@@ -254,10 +254,9 @@ class SlotReader:
             if not ready and miss:
                 raise BlockMissing(f"Load: block {index} cannot be served", pb.MissReason.ValueType(miss))
         assert self._match.arena is not None, "there is nothing to read slots from"
-        payloads: list[memoryview] = []
-        for slot, checksum in zip(slots[:ready], checksums[:ready], strict=True):
-            payload = self._match.arena.readable(slot, self._payload_bytes)
-            if checksum and xxhash.xxh3_64_intdigest(payload) != checksum:
-                raise BadChecksum(f"Load: block {index + len(payloads)} fails its checksum")
-            payloads.append(payload)
+        payloads = self._match.arena.readable(slots[:ready], self._payload_bytes)
+        if any(checksums[:ready]):  # the daemon has not checked them all itself
+            for number, (payload, checksum) in enumerate(zip(payloads, checksums, strict=False), index):
+                if checksum and xxhash.xxh3_64_intdigest(payload) != checksum:
+                    raise BadChecksum(f"Load: block {number} fails its checksum")
         return payloads

@@ -87,7 +87,7 @@ class Saver:
         if not taken:
             return 0
         try:
-            fill([slots.view(slot) for slot in taken])
+            fill(slots.views(taken))
         except BaseException:
             slots.give(taken)
             raise
@@ -151,9 +151,9 @@ class Saver:
             return
         slots = self._slots
         assert slots is not None, "a batch was made without buffers"
-        payloads = [(index, slots.view(batch.slots[index])) for index in granted]
+        payloads = slots.views([batch.slots[index] for index in granted])
         try:
-            checksums = self._client.put(attachment, reservation, payloads)
+            checksums = self._client.put(attachment, reservation, granted, payloads)
             outcome = self._client.commit(attachment, reservation, granted, checksums)
         except CacheError:
             self._abort(reservation)

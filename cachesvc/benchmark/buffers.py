@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import random
 
+from cachesvc.connector.payloads import Payloads, Region
+
 
 class Blocks:
     """`count` buffers of `size` bytes, each on its own pages, all of them written once: no page is missing later."""
@@ -14,9 +16,9 @@ class Blocks:
         self.size = size
         self.count = count
         stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = memoryview(mmap.mmap(-1, stride * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self.views = [memory[i * stride : i * stride + size] for i in range(count)]
-        self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in self.views]
+        memory = mmap.mmap(-1, stride * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.views = Payloads(Region(memoryview(memory)), range(0, stride * count, stride), size)
+        self.addresses = self.views.addresses
         self.fill(0)
 
     def fill(self, seed: int) -> None:

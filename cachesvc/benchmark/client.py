@@ -107,7 +107,8 @@ class BenchClient:
         padding = -self.payload_bytes % PAGE  # the targets have pages of their own
 
         def copy_out(first: int, payloads: Sequence[memoryview]) -> None:
-            self._copier.copy(list(zip(targets[first:], payloads, strict=False)), checksums=False, padding=padding)
+            part = targets[first : first + len(payloads)]
+            self._copier.copy(part, payloads, checksums=False, padding=padding)
 
         self._read(reader, copy_out, len(keys))
         self.release(match)
@@ -144,7 +145,7 @@ class BenchClient:
                 f"{reservation.states.count(pb.ReserveState.GRANTED)} slots of {len(keys)} are granted: the arena is "
                 "too small, or its blocks do not get to disk"
             )
-        sums = self._client.put(self._attachment, reservation, list(enumerate(payloads)), checksums=checksums)
+        sums = self._client.put(self._attachment, reservation, range(len(keys)), payloads, checksums=checksums)
         states = self._client.commit(self._attachment, reservation, range(len(keys)), sums)
         if states.count(pb.CommitState.STORED) != len(keys):
             raise BenchError(f"{states.count(pb.CommitState.STORED)} blocks of {len(keys)} are stored")
@@ -172,8 +173,8 @@ class BenchClient:
         arena = reservation.arena
         assert arena is not None, "there is no arena to be warmed"
         size = fetch_report(self._address).arena_bytes
-        for mapping in (arena.readable(0, size), arena.writable(0, size)):
-            bytes(mapping[::4096])
+        for mapping in (arena.readable([0], size), arena.writable([0], size)):
+            bytes(mapping[0][::4096])
         self._client.abort(reservation)
 
 

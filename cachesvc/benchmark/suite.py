@@ -101,7 +101,7 @@ def _put_and_get(plan: Plan, run: Run, shape: Shape) -> None:
     source.fill(1)
     keys: list[bytes] = []
 
-    def each_prefix(call: Callable[[list[bytes], list[memoryview]], None], blocks: Blocks) -> None:
+    def each_prefix(call: Callable[[list[bytes], Sequence[memoryview]], None], blocks: Blocks) -> None:
         for start in range(0, count, shape.blocks):
             part = slice(start, start + shape.blocks)
             call(keys[part], blocks.views[part])

@@ -101,10 +101,10 @@ def test_a_saver_does_not_write_after_its_session_ended(
     original = cache._client._copier.copy
     copying = threading.Event()
 
-    def slow_copy(pairs: Sequence[tuple[memoryview, memoryview]], **how: Any) -> list[int]:
+    def slow_copy(*what: Any, **how: Any) -> list[int]:
         copying.set()
         time.sleep(0.4)
-        return original(pairs, **how)
+        return original(*what, **how)
 
     monkeypatch.setattr(cache._client._copier, "copy", slow_copy)
     monkeypatch.setattr(connector_client, "_LOCKED_COPY_BYTES", SIZE)  # look at the session before each of the blocks
@@ -154,7 +154,7 @@ def connect_as(user: int, path: str, attach: pb.AttachRequest, boot_id: bytes) -
             os.setgid(user)
             os.setuid(user)
             arena = Arena(path, attach, boot_id, 5.0)
-            answer = "mapped" if arena.readable(0, 4096) else ""
+            answer = "mapped" if arena.readable([0], 4096)[0][0] == 0 else ""
         except (OSError, ArenaUnavailable) as error:
             answer = str(error)
         finally:

@@ -27,7 +27,7 @@ def test_copies_are_exact(threads: int, checksums: bool, size: int, padding: int
     sources = [memoryview(memory)[i * stride : i * stride + size].toreadonly() for i in range(count)]
     targets = [memoryview(arena)[i * stride : i * stride + size] for i in order]
     copier = Copier(threads)
-    sums = copier.copy(list(zip(targets, sources, strict=True)), checksums=checksums, padding=padding)
+    sums = copier.copy(targets, sources, checksums=checksums, padding=padding)
     copier.close()
     assert all(target == source for target, source in zip(targets, sources, strict=True))
     assert sums == ([xxhash.xxh3_64_intdigest(source) for source in sources] if checksums else [])
@@ -37,4 +37,4 @@ def test_copies_are_exact(threads: int, checksums: bool, size: int, padding: int
 
 
 def test_nothing_to_copy() -> None:
-    assert Copier(2).copy([], checksums=True) == []
+    assert Copier(2).copy([], [], checksums=True) == []
