@@ -39,15 +39,14 @@ class Entry:
     requirements: Requirements | None = None
 
 
+MOONCAKE = Requirements(
+    pip=[["mooncake-transfer-engine-non-cuda"]],
+    debian=["libibverbs1", "librdmacm1", "libnuma1", "libnl-3-200", "libnl-route-3-200"],
+)
 STORES = {
     OURS: Entry(("sides.ours", "Ours")),
-    "mooncake": Entry(
-        ("sides.mooncake", "Mooncake"),
-        Requirements(
-            pip=[["mooncake-transfer-engine-non-cuda"]],
-            debian=["libibverbs1", "librdmacm1", "libnuma1", "libnl-3-200", "libnl-route-3-200"],
-        ),
-    ),
+    "mooncake": Entry(("sides.mooncake", "Mooncake"), MOONCAKE),
+    "mooncake-memcpy": Entry(("sides.mooncake", "MooncakeMemcpy"), MOONCAKE),
     "lmcache-mp": Entry(("sides.lmcache_mp", "LMCacheMP"), Requirements(pip=[["torch==2.13.0"], ["lmcache==0.5.6"]])),
     "lmcache-tcp": Entry(
         ("sides.lmcache_tcp", "LMCacheTCP"), Requirements(pip=[["torch==2.13.0"], ["lmcache==0.5.6"]])
@@ -57,7 +56,10 @@ STORES = {
         Requirements(debian=["redis-server", "redis-tools", "libjemalloc2", "liblzf1"]),
     ),
 }
-ENVIRONMENTS = {"lmcache-mp": "lmcache", "lmcache-tcp": "lmcache"}
+NO_SERVER = {"mooncake-memcpy"}
+"""Their payloads lie in the client's own process and end with it: shown, but no target is set against them."""
+
+ENVIRONMENTS = {"mooncake-memcpy": "mooncake", "lmcache-mp": "lmcache", "lmcache-tcp": "lmcache"}
 """Stores that share one."""
 
 TARGETS: dict[int, float | None] = {113_920: 1.5, MIB: 1.0, 4 * MIB: 1.0, 16 * MIB: None}
@@ -116,7 +118,15 @@ class Rivals:
                     if name != OURS:
                         value, spread = rates[OURS]
                         self._run.results.append(
-                            Result(what, params, value, spread, "GB/s", Baseline(name, rate), target)
+                            Result(
+                                what,
+                                params,
+                                value,
+                                spread,
+                                "GB/s",
+                                Baseline(name, rate),
+                                None if name in NO_SERVER else target,
+                            )
                         )
                 if len(rates) == 1:
                     self._run.results.append(Result(what, params, *rates[OURS], "GB/s"))

@@ -44,7 +44,7 @@ class Catalog:
         """The longest stored prefix: its entries by shard and block, and why the next block is missing.
 
         `identities` are block ids by shard and block, `shapes` those expected by shard: a block of another size or
-        namespace is a miss, and so is one that lacks a shard. Refreshes the use time of what it returns.
+        namespace is a miss, and so is one that lacks a shard. `touch` is to follow for what is used.
         """
         found: list[list[Entry]] = []
         length = len(identities[0])
@@ -57,15 +57,23 @@ class Catalog:
                     length = len(entries)
                     reason = self._why_not_locked(ids[length], now)
                 found.append(entries)
+        for entries in found:
+            del entries[length:]
+        return found, reason
+
+    def touch(
+        self, identities: Sequence[Sequence[bytes]], found: Sequence[Sequence[Entry]], traffic_class: TrafficClass
+    ) -> None:
+        """Refreshes the use time of matched blocks."""
+        with self.lock:
+            now = self._clock.now()
             for ids, entries in zip(identities, found, strict=True):
-                del entries[length:]
                 for entry in entries:
                     if entry.traffic_class is traffic_class and entry.used < now:
                         entry.used = now
                     else:
                         entry.touch(traffic_class, now)
-                self._note_used(ids[:length])
-        return found, reason
+                self._note_used(ids)
 
     def _prefix(self, ids: Sequence[bytes], shape: Shape, traffic_class: TrafficClass, now: float) -> list[Entry]:
         """Entries up to the first block that is not there, has another shape, or has expired."""

@@ -15,7 +15,7 @@ it says that it has stopped (Abort) or its session closes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -43,6 +43,8 @@ class Session:
     def __init__(self) -> None:
         self.reads: set[bytes] = set()
         self.writes: set[bytes] = set()
+        self.later: Callable[[], None] | None = None
+        """What is left to do once the reply is sent: the client does not wait for it."""
         self.aside: dict[bytes, list[Slot]] = {}
         """Slots of ended write leases, by lease, that the client may still be writing to."""
 

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import Final
 
@@ -136,6 +137,7 @@ class Service:
         reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss)
         if not matched or matched < request.min_blocks:
             reply.tiers = self._tiers(identities[0])
+            self.store.touch(identities, entries, traffic_class, None)
             self.accounting.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
             return reply
         segments = self.store.disk.pin(entries)
@@ -156,7 +158,9 @@ class Service:
             hold = self._hold(lease, request.shard)
             reply.slots, reply.checksums = _positions(hold.slots)
             lease.tiers = reply.tiers = _tiers_of(hold.slots)
+            session.later = partial(self.store.touch, identities, entries, traffic_class, hold)
         else:
+            self.store.touch(identities, entries, traffic_class, None)
             lease.tiers = reply.tiers = self._tiers(identities[0])
         return reply
 

@@ -68,6 +68,18 @@ class Store:
         """Pins blocks in the arena, and starts to bring there what is not."""
         return self._promoter.hold(identities, payload_bytes)
 
+    def touch(
+        self,
+        identities: Sequence[Sequence[bytes]],
+        found: Sequence[Sequence[Entry]],
+        traffic_class: TrafficClass,
+        hold: Hold | None,
+    ) -> None:
+        """Marks matched blocks as used, where they lie; may follow the answer."""
+        self.catalog.touch(identities, found, traffic_class)
+        if hold is not None:
+            self.arena.touch(hold.slots)
+
     def ready(self, hold: Hold, first: int, count: int, wait: float) -> tuple[list[Slot], MissReason.ValueType]:
         """See `Promoter.ready`."""
         return self._promoter.ready(hold, first, count, wait)
@@ -86,6 +98,7 @@ class Store:
         for start in range(0, len(identities), blocks):
             part = slice(start, start + blocks)
             slots = self.arena.pin(identities[part])
+            self.arena.touch(slots)
             found: list[tuple[memoryview, int]] = []
             try:
                 try:

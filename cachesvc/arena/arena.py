@@ -173,19 +173,22 @@ class Arena:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def pin(self, identities: Sequence[bytes]) -> list[Slot | None]:
-        """The slots of resident or loading blocks, each pinned until `unpin`; touched tail first."""
+        """The slots of resident or loading blocks, each pinned until `unpin`. `touch` is to follow for what is used."""
         with self._lock:
             found = list(map(self._resident.get, identities))
-            if None not in found:
+            if None in found:
+                for slot in found:
+                    if slot is not None:
+                        slot.pins += 1
+            else:
                 for slot in found:
                     slot.pins += 1  # type: ignore[union-attr]  # as just seen
-                self._policy.touch_all(reversed(identities))
-                return found
-            here = [slot for slot in found if slot is not None]
-            for slot in here:
-                slot.pins += 1
-            self._policy.touch_all(slot.identity for slot in reversed(here))
             return found
+
+    def touch(self, slots: Sequence[Slot | None]) -> None:
+        """Marks blocks of one prefix as used: tail first, so that the head is the most recent."""
+        with self._lock:
+            self._policy.touch_all([s.identity for s in reversed(slots) if s is not None and not s.detached])
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         with self._lock:

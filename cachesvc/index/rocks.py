@@ -28,7 +28,7 @@ from cachesvc.segments.segment import Segment
 
 log = logging.getLogger("cachesvc.store")
 
-_VERSION: Final = b"1"
+_VERSION: Final = b"2"
 _ENTRY: Final = struct.Struct("<IIQQQB")
 _NUMBER: Final = struct.Struct(">I")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from cachesvc.classes import TrafficClass
@@ -12,22 +13,30 @@ from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
 
 _SHARD: Final = struct.Struct(">H")
+# Taking keys apart by one call for 32 of them costs a third of what slices cost.
+_MANY: Final = struct.Struct(f"{KEY_BYTES}s" * 32)
 
 
 def block_id(key: bytes, shard: int) -> bytes:
-    """chain key ‖ shard (big-endian uint16): 18 bytes that name one payload."""
-    return key + _SHARD.pack(shard)
+    """chain key, and the shard behind it (big-endian uint16) unless it is 0: names one payload."""
+    return key + _SHARD.pack(shard) if shard else key
 
 
 def block_ids(packed: bytes, shard: int) -> list[bytes]:
     """`block_id` of many keys, given back to back."""
-    suffix = _SHARD.pack(shard)
-    return [packed[i : i + KEY_BYTES] + suffix for i in range(0, len(packed), KEY_BYTES)]
+    whole = len(packed) - len(packed) % _MANY.size
+    keys = list(chain.from_iterable(_MANY.iter_unpack(packed[:whole])))
+    keys += [packed[i : i + KEY_BYTES] for i in range(whole, len(packed), KEY_BYTES)]
+    if shard:
+        suffix = _SHARD.pack(shard)
+        return [key + suffix for key in keys]
+    return keys
 
 
 def split_id(identity: bytes) -> tuple[bytes, int]:
     """The reverse of `block_id`."""
-    return identity[:-2], _SHARD.unpack(identity[-2:])[0]
+    key, suffix = identity[:KEY_BYTES], identity[KEY_BYTES:]
+    return key, _SHARD.unpack(suffix)[0] if suffix else 0
 
 
 @dataclass(slots=True, eq=False)

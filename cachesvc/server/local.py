@@ -92,3 +92,6 @@ class LocalServer:
                 memory = self._service.store.arena.memory
                 descriptors = [memory.readable, memory.writable]
             frames.send(code, reply, time.monotonic() + CLIENT_STALL_SECONDS, descriptors)
+            if session.later is not None:
+                later, session.later = session.later, None
+                later()

@@ -84,9 +84,12 @@ class ArenaMachine(RuleBasedStateMachine):
         else:
             self.arena.load_failed(slot)
 
-    @rule(keys=st.lists(KEYS, max_size=4, unique=True))
-    def pin(self, keys: list[bytes]) -> None:
-        for slot in self.arena.pin(keys):
+    @rule(keys=st.lists(KEYS, max_size=4, unique=True), used=st.booleans())
+    def pin(self, keys: list[bytes], used: bool) -> None:
+        found = self.arena.pin(keys)
+        if used:
+            self.arena.touch(found)
+        for slot in found:
             if slot is None:
                 continue
             if self.arena.ready(slot):
@@ -135,7 +138,9 @@ def test_the_head_of_a_prefix_leaves_after_its_tail() -> None:
         slot = arena.load(key, 4096)
         assert slot is not None
         arena.loaded(slot, 1)
-    arena.unpin([slot for slot in arena.pin(prefix) if slot is not None])
+    held = arena.pin(prefix)
+    arena.touch(held)
+    arena.unpin([slot for slot in held if slot is not None])
     for number in range(3):
         slot = arena.load(bytes([100 + number]) * 18, 4096)
         assert slot is not None
