@@ -134,9 +134,11 @@ class Catalog:
         """Makes blocks visible. What is there already stays: the first writer won."""
         with self.lock:
             now = self._clock.now()
+            table = self._table
             for identity, entry in blocks:
-                if identity not in self._table or self._fresh(identity, now) is None:
-                    self.insert_locked(identity, entry)
+                if identity not in table or self._fresh(identity, now) is None:
+                    table[identity] = entry
+                    self._ghosts.forget(identity)
 
     def drop(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         """Forgets a block, unless it lies elsewhere by now, and remembers why."""

@@ -20,6 +20,10 @@ class Policy(Protocol[Key]):
         """A new key, most recently used. Raises nothing for a known one: it is touched."""
         ...
 
+    def insert_all(self, keys: Iterable[Key]) -> None:
+        """`insert`, for many keys that are not known."""
+        ...
+
     def touch(self, key: Key) -> None:
         """A use of a key; unknown keys are ignored."""
         ...
@@ -48,6 +52,9 @@ class LRU(Generic[Key]):
     def insert(self, key: Key) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
+
+    def insert_all(self, keys: Iterable[Key]) -> None:
+        self._order.update(dict.fromkeys(keys))
 
     def touch(self, key: Key) -> None:
         if key in self._order:
@@ -90,6 +97,10 @@ class S3FIFO(Generic[Key]):
             self._main[key] = 0
         else:
             self._small[key] = 0
+
+    def insert_all(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self.insert(key)
 
     def touch(self, key: Key) -> None:
         for queue in (self._small, self._main):

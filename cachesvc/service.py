@@ -18,7 +18,7 @@ from typing import Final
 
 from cachesvc import __version__
 from cachesvc.accounting import Accounting, Row
-from cachesvc.arena.arena import NO_SLOT, Slot, SlotState
+from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock
@@ -259,8 +259,8 @@ class Service:
         if session is not None:
             positions = [NO_SLOT] * len(identities)
             for index, slot in lease.staged.items():
-                positions[index] = slot.where
-            reply.slots = b"".join(positions)
+                positions[index] = slot.offset
+            reply.slots = pack_positions(positions)
         return reply
 
     def put(self, requests: Iterable[pb.PutRequest]) -> pb.PutReply:

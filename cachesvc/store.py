@@ -135,11 +135,15 @@ class Store:
         now = self._clock.now()
         identities = [slot.identity for slot in slots]
         published = self.arena.publish(slots, checksums, verified=verified)
-        new = zip(identities, checksums, published, strict=True)
-        self.catalog.add((i, Entry(shape, None, 0, c, now, now, traffic_class, now)) for i, c, shown in new if shown)
-        for identity, shown in zip(identities, published, strict=True):
-            if not shown and self.catalog.where(identity) is None:
-                self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody
+        self.catalog.add(
+            (identity, Entry(shape, None, 0, total, now, now, traffic_class, now))
+            for identity, total, shown in zip(identities, checksums, published, strict=True)
+            if shown
+        )
+        if False in published:
+            for identity, shown in zip(identities, published, strict=True):
+                if not shown and self.catalog.where(identity) is None:
+                    self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody
         if durable:
             try:
                 self._flusher.flush(identities, durable=True)

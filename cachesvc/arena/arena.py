@@ -42,9 +42,15 @@ READY: Final = (SlotState.CLEAN, SlotState.DIRTY)
 """States in which a slot's bytes may be read."""
 
 _FIXED64: Final = struct.Struct("<Q")
-NO_SLOT: Final = _FIXED64.pack(2**64 - 1)
+NO_SLOT: Final = 2**64 - 1
 """Position of a block that is in no slot, or in one whose bytes may not be read yet."""
+_NOWHERE: Final = _FIXED64.pack(NO_SLOT)
 _CHECKED: Final = bytes(8)
+
+
+def pack_positions(positions: Sequence[int]) -> bytes:
+    """As they travel: fixed64 each."""
+    return struct.pack(f"<{len(positions)}Q", *positions)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,17 +71,12 @@ class Slot:
     detached: bool = False
     filled: int = 0
     """Bytes put into it so far, where they come in parts."""
-    position: bytes = NO_SLOT
+    position: bytes = _NOWHERE
     unchecked: bytes = _CHECKED
-
-    @property
-    def where(self) -> bytes:
-        """The offset as it travels, whatever the state."""
-        return _FIXED64.pack(self.offset)
 
     def set_ready(self, state: SlotState, checksum: int, *, verified: bool) -> None:
         self.state, self.checksum, self.verified = state, checksum, verified
-        self.position = self.where
+        self.position = _FIXED64.pack(self.offset)
         if not verified:
             self.unchecked = _FIXED64.pack(checksum)
 
@@ -120,17 +121,18 @@ class Arena:
     def publish(self, slots: Sequence[Slot], checksums: Sequence[int], *, verified: bool) -> list[bool]:
         """Makes written blocks visible. False for one that is there already: its slot is freed."""
         shown = []
+        resident = self._resident
         with self._lock:
             for slot, checksum in zip(slots, checksums, strict=True):
-                self._expect(slot, SlotState.WRITING)
-                new = slot.identity not in self._resident
+                assert slot.state is SlotState.WRITING, f"slot at {slot.offset} is {slot.state.name}, not WRITING"
+                new = slot.identity not in resident
                 if new:
                     slot.set_ready(SlotState.DIRTY, checksum, verified=verified)
-                    self._resident[slot.identity] = slot
-                    self._policy.insert(slot.identity)
+                    resident[slot.identity] = slot
                 else:
                     self._free(slot)
                 shown.append(new)
+            self._policy.insert_all([slot.identity for slot, new in zip(slots, shown, strict=True) if new])
         return shown
 
     def flushed(self, slots: Iterable[Slot]) -> None:
