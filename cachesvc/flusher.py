@@ -26,8 +26,8 @@ from cachesvc.rpc.cache_pb2 import MissReason
 log = logging.getLogger("cachesvc.flusher")
 
 # How long (seconds) a block waits for others to be written with it, unless this share of the arena waits already.
-_GATHER_SECONDS: Final = 0.05
-_ENOUGH_SHARE: Final = 16
+_GATHER_SECONDS: Final = 0.25
+_ENOUGH_SHARE: Final = 8
 
 
 class Flusher:

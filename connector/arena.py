@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -77,6 +77,20 @@ class Session:
         except ValueError:
             return False  # closed
         return not poller.poll(0)
+
+
+class Pipeline:
+    """Calls sent and answers read, in the same order. What goes wrong is `Arena.pipeline`'s to say."""
+
+    def __init__(self, session: Session, deadline: float) -> None:
+        self.session = session
+        self._deadline = deadline
+
+    def send(self, name: str, request: Any) -> None:
+        self.session.frames.send(_METHODS[name][0], request.SerializeToString(), self._deadline)
+
+    def receive(self, name: str) -> Any:
+        return _reply(self.session.frames, name, self._deadline)
 
 
 _SESSIONS: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
@@ -151,19 +165,33 @@ class Arena:
         After a call that was not answered in time the session is ended.
         """
         deadline = time.monotonic() + deadline_s
-        session = getattr(self._own, "session", None)
         try:
-            if session is None or session.ended:
-                session, _, descriptors = self._connect(deadline)
-                _close_all(descriptors)
-                self._own.session = session
-            return _exchange(session.frames, name, request, deadline)
+            return _exchange(self._open(deadline).frames, name, request, deadline)
         except TimeoutError as error:
             self._drop()
             raise TimedOut(f"{name}: no answer from {self._path} within {deadline_s:.3f} s") from error
         except (OSError, EOFError, DecodeError) as error:
             self._drop()
             raise self._lost(name, error, deadline) from error
+
+    @contextlib.contextmanager
+    def pipeline(self, deadline_s: float) -> Iterator[Pipeline]:
+        """Calls of this thread that do not wait for each other. Raises `CacheError`.
+
+        After any exception the session is ended, and with it all leases that were taken on it: answers may be missing.
+        """
+        deadline = time.monotonic() + deadline_s
+        try:
+            yield Pipeline(self._open(deadline), deadline)
+        except TimeoutError as error:
+            self._drop()
+            raise TimedOut(f"no answer from {self._path} within {deadline_s:.3f} s") from error
+        except (OSError, EOFError, DecodeError) as error:
+            self._drop()
+            raise self._lost("a pipeline of calls", error, deadline) from error
+        except BaseException:
+            self._drop()
+            raise
 
     def readable(self, offsets: Sequence[int], size: int) -> Payloads:
         """Payloads in slots, read-only. Raises `BadAnswer` for one outside of the arena."""
@@ -182,6 +210,15 @@ class Arena:
             return Payloads(region, offsets, size)
         except ValueError as error:
             raise BadAnswer(f"slots are not in the arena: {error}") from error
+
+    def _open(self, deadline: float) -> Session:
+        """This thread's session, made if there is none."""
+        session: Session | None = getattr(self._own, "session", None)
+        if session is None or session.ended:
+            session, _, descriptors = self._connect(deadline)
+            _close_all(descriptors)
+            self._own.session = session
+        return session
 
     def _connect(self, deadline: float) -> tuple[Session, Any, list[int]]:
         """A new session: connection, the daemon's reply, and the arena's descriptors for the caller to close."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import grpc
@@ -23,8 +23,9 @@ import xxhash
 from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
 from cachesvc.connector.bulk import BulkChannel, BulkReplies
 from cachesvc.connector.copying import Copier
-from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached, Rejected, Unreachable, from_rpc_error
+from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
+from cachesvc.connector.storing import Stored, store_in_arena
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.address import Address
@@ -42,9 +43,6 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-
-# Bytes put into slots between two looks at the clock: some milliseconds, far less than the margin of any lease.
-_LOCKED_COPY_BYTES: Final = 32 << 20
 
 logger = logging.getLogger("cachesvc.connector")
 
@@ -83,16 +81,6 @@ class Replies(Protocol):
 
     def __iter__(self) -> Iterator[pb.GetReply]: ...
     def cancel(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Reservation:
-    states: bytes  # one pb.ReserveState per key
-    lease_id: bytes
-    ends: float = 0.0  # when the lease may end at the earliest, by `time.monotonic`
-    arena: Arena | None = None
-    session: Session | None = None
-    slots: Sequence[int] = ()  # positions in it by key, or NO_SLOT
 
 
 class Client:
@@ -162,9 +150,9 @@ class Client:
         return attachment
 
     @property
-    def maps_arena(self) -> bool:
-        """Whether payloads go through shared memory."""
-        return self._arena is not None
+    def arena(self) -> Arena | None:
+        """Through which payloads go, if they go through shared memory."""
+        return self._arena
 
     def match(
         self,
@@ -242,90 +230,97 @@ class Client:
         request = pb.ReleaseRequest(lease_id=match.lease_id, loaded_blocks=loaded_blocks, not_loaded=not_loaded)
         self._call("Release", request, self._options.control_deadline_s, attachment, arena=match.arena)
 
-    def reserve(self, attachment: Attachment, keys: Sequence[bytes], traffic_class: str) -> Reservation:
-        request = pb.ReserveRequest(
+    def store(
+        self,
+        attachment: Attachment,
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        traffic_class: str,
+        *,
+        checksums: bool = True,
+    ) -> Stored:
+        """Reserves, copies or sends, and commits blocks of one prefix, in order. Payloads are of one size.
+
+        `checksums` False leaves them to the daemon, where the payloads go into the arena.
+        """
+        arena = self._arena
+        if arena is None:
+            return self._store_by_calls(attachment, keys, payloads, traffic_class)
+        return store_in_arena(
+            arena,
+            self._copier,
+            partial(self._reserve_request, attachment, traffic_class),
+            keys,
+            payloads,
+            checksums=checksums,
+            durable=self._options.durable,
+            deadline_s=self._options.save_deadline_s,
+        )
+
+    def _store_by_calls(
+        self, attachment: Attachment, keys: Sequence[bytes], payloads: Sequence[memoryview], traffic_class: str
+    ) -> Stored:
+        request = self._reserve_request(attachment, traffic_class, keys)
+        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment)
+        states: bytes = reply.states
+        if len(states) != len(keys) or (pb.GRANTED in states and len(reply.lease_id) != LEASE_BYTES):
+            raise BadAnswer(f"Reserve: {len(states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
+        granted = [index for index, state in enumerate(states) if state == pb.GRANTED]
+        committed = bytearray(len(keys))
+        if granted:
+            try:
+                sums = self._put(attachment, reply.lease_id, granted, [payloads[index] for index in granted])
+                outcome = self._commit(attachment, reply.lease_id, granted, sums)
+            except CacheError:
+                self._abort(reply.lease_id)
+                raise
+            for index, state in zip(granted, outcome, strict=True):
+                committed[index] = state
+        return Stored(states, bytes(committed))
+
+    def _reserve_request(self, attachment: Attachment, traffic_class: str, keys: Sequence[bytes]) -> pb.ReserveRequest:
+        return pb.ReserveRequest(
             attachment=attachment.id,
             keys=pack_keys(keys),
             shard=self._shard,
             traffic_class=traffic_class,
             lease_ms=attachment.lease_ms(self._options.write_lease_s),
         )
-        arena, asked = self._arena, time.monotonic()
-        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment, arena=arena)
-        if len(reply.states) != len(keys) or (pb.GRANTED in reply.states and len(reply.lease_id) != LEASE_BYTES):
-            raise BadAnswer(f"Reserve: {len(reply.states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
-        ends = asked + reply.lease_ms / 1000
-        if arena is None or not reply.lease_id:
-            return Reservation(reply.states, reply.lease_id, ends)
-        slots = slot_positions(reply.slots, len(keys), "Reserve")
-        return Reservation(reply.states, reply.lease_id, ends, arena, arena.session, slots)
 
-    def put(
-        self,
-        attachment: Attachment,
-        reservation: Reservation,
-        indices: Sequence[int],
-        payloads: Sequence[memoryview],
-        *,
-        checksums: bool = True,
+    def _put(
+        self, attachment: Attachment, lease_id: bytes, indices: Sequence[int], payloads: Sequence[memoryview]
     ) -> list[int]:
-        """Copies the payloads of `indices` into the arena, or sends them; returns their checksums for `commit`.
-
-        `checksums` False leaves them to the daemon, where the payloads lie in the arena: the list is empty then.
-        """
-        if reservation.arena is not None:
-            return self._fill(reservation, indices, payloads, checksums=checksums)
+        """Sends payloads; returns their checksums."""
         bulk, deadline_s = self._bulk, self._options.save_deadline_s
         if bulk is not None:
-            reply, sums = bulk.put(reservation.lease_id, indices, payloads, deadline_s)
+            reply, sums = bulk.put(lease_id, indices, payloads, deadline_s)
         else:
             sums = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
-            chunks = _chunks(reservation.lease_id, indices, payloads, attachment.max_chunk_bytes)
+            chunks = _chunks(lease_id, indices, payloads, attachment.max_chunk_bytes)
             reply = self._call("Put", chunks, deadline_s, attachment)
         sent = sum(payload.nbytes for payload in payloads)
         if reply.received_bytes != sent:
             raise BadAnswer(f"Put: {reply.received_bytes} bytes received of {sent} sent")
         return sums
 
-    def commit(
-        self, attachment: Attachment, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int]
+    def _commit(
+        self, attachment: Attachment, lease_id: bytes, indices: Sequence[int], checksums: Sequence[int]
     ) -> bytes:
         """One pb.CommitState per index."""
         request = pb.CommitRequest(
-            lease_id=reservation.lease_id, indices=indices, checksums=checksums, durable=self._options.durable
+            lease_id=lease_id, indices=indices, checksums=checksums, durable=self._options.durable
         )
-        reply = self._call("Commit", request, self._options.save_deadline_s, attachment, arena=reservation.arena)
+        reply = self._call("Commit", request, self._options.save_deadline_s, attachment)
         if len(reply.states) != len(indices):
             raise BadAnswer(f"Commit: {len(reply.states)} states for {len(indices)} blocks")
         return bytes(reply.states)
 
-    def abort(self, reservation: Reservation) -> None:
-        request = pb.AbortRequest(lease_id=reservation.lease_id)
-        self._call("Abort", request, self._options.control_deadline_s, arena=reservation.arena)
-
-    def _fill(
-        self,
-        reservation: Reservation,
-        indices: Sequence[int],
-        payloads: Sequence[memoryview],
-        *,
-        checksums: bool,
-    ) -> list[int]:
-        """Copies payloads into their slots. Raises `LeaseLost` when the lease ends before it is done."""
-        arena, session = reservation.arena, reservation.session
-        assert arena is not None and session is not None
-        size = payloads[0].nbytes if payloads else 1
-        slots = arena.writable([reservation.slots[index] for index in indices], size)
-        step = max(1, _LOCKED_COPY_BYTES // size)
-        sums: list[int] = []
-        for start in range(0, len(payloads), step):
-            part = slice(start, start + step)
-            with session.lock:
-                if session.ended or time.monotonic() >= reservation.ends:
-                    raise LeaseLost("Put: the write lease ended while its slots were being filled")
-                padding = -size % mmap.PAGESIZE
-                sums += self._copier.copy(slots[part], payloads[part], checksums=checksums, padding=padding)
-        return sums
+    def _abort(self, lease_id: bytes) -> None:
+        """A write lease that cannot be aborted ends by itself."""
+        try:
+            self._call("Abort", pb.AbortRequest(lease_id=lease_id), self._options.control_deadline_s)
+        except CacheError:
+            logger.debug("a write lease is left to end by itself", exc_info=True)
 
     def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
         """Maps the daemon's arena if it has one and this process can; says once, plainly, when it cannot."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.connector.buffers import Slots
-from cachesvc.connector.client import Attachment, Client, Reservation
+from cachesvc.connector.client import Attachment, Client
 from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
@@ -138,45 +138,23 @@ class Saver:
             self._done(batch, stored, **counts, save_seconds=time.monotonic() - started)
 
     def _store(self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment) -> None:
-        """Reserve, Put what was granted, Commit. Fills in the keys that are stored, and what became of all others."""
+        """Fills in the keys that are stored, and what became of all others."""
         stored.clear()
         counts.clear()
-        reservation = self._client.reserve(attachment, batch.keys, batch.traffic_class)
-        states = reservation.states
-        stored.extend(key for key, state in zip(batch.keys, states, strict=True) if state == pb.PRESENT)
-        counts.update(present_blocks=len(stored), busy_blocks=states.count(pb.BUSY))
-        granted = [index for index, state in enumerate(states) if state == pb.GRANTED]
-        self._refused(states.count(pb.REFUSED), counts, pause=not granted)
-        if not granted:
-            return
         slots = self._slots
         assert slots is not None, "a batch was made without buffers"
-        payloads = slots.views([batch.slots[index] for index in granted])
-        try:
-            checksums = self._client.put(attachment, reservation, granted, payloads)
-            outcome = self._client.commit(attachment, reservation, granted, checksums)
-        except CacheError:
-            self._abort(reservation)
-            raise
-        done = [batch.keys[index] for index, state in zip(granted, outcome, strict=True) if state == pb.STORED]
+        reserved, committed = self._client.store(attachment, batch.keys, slots.views(batch.slots), batch.traffic_class)
+        done = [key for key, state in zip(batch.keys, committed, strict=True) if state == pb.STORED]
+        stored.extend(key for key, state in zip(batch.keys, reserved, strict=True) if state == pb.PRESENT)
+        counts.update(present_blocks=len(stored), busy_blocks=reserved.count(pb.BUSY), stored_blocks=len(done))
         stored.extend(done)
         self._failed.discard(done)
-        counts.update(stored_blocks=len(done))
-        self._refused(outcome.count(pb.WRITE_REFUSED), counts, pause=not done)
-        if pb.CHECKSUM_MISMATCH in outcome or pb.INCOMPLETE in outcome:
-            self._link.failure(attachment, BadAnswer(f"Commit: states {outcome.hex()}"), engine_waited=False)
-
-    def _refused(self, blocks: int, counts: Counter[str], *, pause: bool) -> None:
-        """Counts them; when nothing at all was taken, gathering more at once would be in vain."""
-        counts.update(refused_blocks=blocks)
-        if blocks and pause:
+        refused = reserved.count(pb.REFUSED) + committed.count(pb.WRITE_REFUSED)
+        counts.update(refused_blocks=refused)
+        if refused and not done:  # to gather more at once would be in vain
             self._paused_until = time.monotonic() + self._options.saves_refused_pause_s
-
-    def _abort(self, reservation: Reservation) -> None:
-        try:
-            self._client.abort(reservation)
-        except CacheError:
-            logger.debug("the write lease is left to end by itself", exc_info=True)
+        if pb.CHECKSUM_MISMATCH in committed or pb.INCOMPLETE in committed:
+            self._link.failure(attachment, BadAnswer(f"Commit: states {committed.hex()}"), engine_waited=False)
 
     def _done(self, batch: Batch, stored: Sequence[bytes], **counts: float) -> None:
         self._known.discard(set(batch.keys).difference(stored))

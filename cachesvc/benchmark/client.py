@@ -56,7 +56,7 @@ class BenchClient:
         namespace = Namespace(model="benchmark", revision=os.urandom(8).hex(), dtype="uint8")
         try:
             self._attachment = self._client.attach(namespace.canonical_json(), [payload_bytes])
-            if shared_memory and not self._client.maps_arena:
+            if shared_memory and not self._client.arena:
                 raise BenchError(f"the daemon at {address} shares no memory with this process")
         except CacheError as error:
             self.close()
@@ -139,16 +139,12 @@ class BenchClient:
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview], *, checksums: bool = True) -> None:
         """Reserve, copy in or send, commit. Without `checksums` they are left to the daemon's flusher."""
-        reservation = self._client.reserve(self._attachment, keys, _CLASS)
-        if reservation.states.count(pb.ReserveState.GRANTED) != len(keys):
+        stored = self._client.store(self._attachment, keys, payloads, _CLASS, checksums=checksums)
+        if stored.committed.count(pb.CommitState.STORED) != len(keys):
             raise BenchError(
-                f"{reservation.states.count(pb.ReserveState.GRANTED)} slots of {len(keys)} are granted: the arena is "
-                "too small, or its blocks do not get to disk"
+                f"{stored.committed.count(pb.CommitState.STORED)} blocks of {len(keys)} are stored: the arena is too "
+                "small, or its blocks do not get to disk"
             )
-        sums = self._client.put(self._attachment, reservation, range(len(keys)), payloads, checksums=checksums)
-        states = self._client.commit(self._attachment, reservation, range(len(keys)), sums)
-        if states.count(pb.CommitState.STORED) != len(keys):
-            raise BenchError(f"{states.count(pb.CommitState.STORED)} blocks of {len(keys)} are stored")
 
     def wait_flushed(self) -> None:
         """Until all that was committed is on disk: nothing of an earlier put is still going on."""
@@ -168,14 +164,11 @@ class BenchClient:
         for thread in threading.enumerate():
             if thread.name == "cachesvc-prefault":
                 thread.join(_DEADLINE_SECONDS)
-        keys = fresh_keys(1)
-        reservation = self._client.reserve(self._attachment, keys, _CLASS)
-        arena = reservation.arena
+        arena = self._client.arena
         assert arena is not None, "there is no arena to be warmed"
         size = fetch_report(self._address).arena_bytes
         for mapping in (arena.readable([0], size), arena.writable([0], size)):
             bytes(mapping[0][::4096])
-        self._client.abort(reservation)
 
 
 def check_same(expected: Blocks, found: Sequence[memoryview]) -> None:

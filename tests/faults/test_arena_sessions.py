@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import Client, Daemon, make_payloads, wait_until
 
-from cachesvc.connector import client as connector_client
+from cachesvc.connector import storing
 from cachesvc.connector.arena import Arena, ArenaUnavailable
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.prefix_cache import PrefixCache
@@ -36,7 +36,7 @@ def small(make_daemon: Callable[..., Daemon]) -> Daemon:
 def cache(small: Daemon, namespace: Namespace) -> Iterator[PrefixCache]:
     options = CacheOptions(lookup_threads=1, match_budget_s=5.0, match_deadline_s=1.0, close_deadline_s=0.3)
     made = PrefixCache(namespace, SIZE, address=small.address, options=options)
-    assert made.ready(20) and made._client.maps_arena
+    assert made.ready(20) and made._client.arena is not None
     yield made
     made.close()
 
@@ -107,7 +107,8 @@ def test_a_saver_does_not_write_after_its_session_ended(
         return original(*what, **how)
 
     monkeypatch.setattr(cache._client._copier, "copy", slow_copy)
-    monkeypatch.setattr(connector_client, "_LOCKED_COPY_BYTES", SIZE)  # look at the session before each of the blocks
+    for name in ("_SHORT", "_LONG"):
+        monkeypatch.setattr(storing, name, SIZE)  # look at the session before each of the blocks
     p = cache.match(PROMPT)
     cache.save(
         p, 128 * BLOCKS, lambda first, buffers: [b.__setitem__(slice(None), b"\xee" * SIZE) for b in buffers] and None
@@ -124,7 +125,8 @@ def test_a_saver_does_not_write_after_its_session_ended(
         time.sleep(1.5)  # a saver that went on would write now
         assert client.fetch(keys) == payloads
         client.attach(namespace, SIZE)
-        assert client.lookup(chain_keys(namespace, PROMPT))[0] == 0
+        stored = client.fetch(chain_keys(namespace, PROMPT))
+        assert len(stored) < BLOCKS and all(payload == b"\xee" * SIZE for payload in stored)
 
 
 def test_threads_that_end_leave_no_connection(cache: PrefixCache, small: Daemon) -> None:
@@ -208,7 +210,7 @@ def test_huge_pages_are_used_where_the_system_reserves_them(
             client.save(keys, payloads)
             assert client.fetch(keys) == payloads
         cache = PrefixCache(namespace, SIZE, address=daemon.address, options=CacheOptions(match_budget_s=5.0))
-        assert cache.ready(20) and cache._client.maps_arena
+        assert cache.ready(20) and cache._client.arena is not None
         p = cache.match(PROMPT)
         assert cache.load(p, lambda first, views: None) == 128 * BLOCKS
         cache.close()

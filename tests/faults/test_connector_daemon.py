@@ -348,7 +348,7 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(daemon: Daemo
     def never(*a, **k):
         print("reserved", flush=True)
         time.sleep(600)
-    client.Client.commit = never
+    client.Copier.copy = never
     cache.save(p, 1029, lambda first, buffers: None)
     time.sleep(600)
     """

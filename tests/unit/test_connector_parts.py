@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.connector.buffers import LoadBuffers, Slots
-from cachesvc.connector.client import Attachment, Match, Reservation
+from cachesvc.connector.client import Attachment, Match
 from cachesvc.connector.errors import CacheError, Unreachable
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
 from cachesvc.connector.staging import Saver
 from cachesvc.connector.stats import Counters
+from cachesvc.connector.storing import Stored
 from cachesvc.connector.workers import Workers
 from cachesvc.keys import Namespace, PrefixHasher, chain_keys
 from cachesvc.rpc import cache_pb2 as pb
@@ -144,32 +146,21 @@ class ScriptedDaemon:
     def failure(self, attachment: Attachment, error: CacheError, *, engine_waited: bool) -> None:
         self.failures += 1
 
-    def reserve(self, attachment: Attachment, keys: list[bytes], traffic_class: str) -> Reservation:
+    def store(
+        self, attachment: Attachment, keys: list[bytes], payloads: Sequence[memoryview], traffic_class: str
+    ) -> Stored:
+        assert len(payloads) == len(keys)
         self.longest = max(self.longest, len(keys))
         outcome = self.script.pop(0)
-        if outcome == "reserve fails":
-            raise Unreachable("reserve")
-        self.later = outcome if isinstance(outcome, str) else ""
-        states = [pb.GRANTED] * len(keys) if isinstance(outcome, str) else (outcome * len(keys))[: len(keys)]
-        self.states = bytes(states)
-        return Reservation(self.states, b"l" * 16)
-
-    def put(self, attachment: Attachment, lease_id: bytes, payloads: list[Any]) -> None:
-        assert [index for index, _ in payloads] == [i for i, s in enumerate(self.states) if s == pb.GRANTED]
-        if self.later == "put fails":
-            raise Unreachable("put")
-
-    def commit(self, attachment: Attachment, lease_id: bytes, indices: list[int], sums: list[int]) -> bytes:
-        if self.later == "commit fails":
-            raise Unreachable("commit")
-        return bytes([pb.INCOMPLETE if self.later == "lost" else pb.STORED] * len(indices))
-
-    def abort(self, lease_id: bytes) -> None:
-        raise Unreachable("abort")
+        if outcome == "fails":
+            raise Unreachable("store")
+        states = [pb.GRANTED] * len(keys) if outcome == "lost" else (outcome * len(keys))[: len(keys)]
+        end = pb.INCOMPLETE if outcome == "lost" else pb.STORED
+        return Stored(bytes(states), bytes(end if state == pb.GRANTED else 0 for state in states))
 
 
 OUTCOMES = st.one_of(
-    st.sampled_from(["reserve fails", "put fails", "commit fails", "lost"]),
+    st.sampled_from(["fails", "lost"]),
     st.lists(st.sampled_from([pb.GRANTED, pb.PRESENT, pb.BUSY, pb.REFUSED]), min_size=1, max_size=4),
 )
 
