@@ -7,6 +7,7 @@ blocks wait here and stay visible; new reservations are refused meanwhile.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -40,6 +41,8 @@ class Flusher:
         self._queued_bytes = 0
         self._wake = threading.Condition()
         self._enough = arena.memory.size // _ENOUGH_SHARE
+        self._begin = math.inf
+        """When the queue is to be written, until it is empty."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
@@ -116,10 +119,11 @@ class Flusher:
         """
         with self._wake:
             while not self._queue and not self._stopping:
+                self._begin = math.inf
                 self._wake.wait()
-            deadline = time.monotonic() + _GATHER_SECONDS
+            self._begin = min(self._begin, time.monotonic() + _GATHER_SECONDS)
             while self._queued_bytes < self._enough and not self._stopping:
-                remaining = deadline - time.monotonic()
+                remaining = self._begin - time.monotonic()
                 if remaining <= 0:
                     break
                 self._wake.wait(remaining)
