@@ -33,7 +33,13 @@ from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, StoreUnusable, WriteRefused
 from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredEntry, StoredSegment
 from cachesvc.index.table import Entry, block_id, split_id
-from cachesvc.limits import MAX_KEPT_SHARE, MAX_OPEN_WRITERS, MAX_READ_BYTES, WRITE_RETRY_SECONDS
+from cachesvc.limits import (
+    MAX_KEPT_SHARE,
+    MAX_OPEN_WRITERS,
+    MAX_READ_BYTES,
+    SAVE_TOUCHES_SECONDS,
+    WRITE_RETRY_SECONDS,
+)
 from cachesvc.record import Buffer, RecordHead, check_record
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import SUFFIX, ForeignFile, SegmentHead, Shape, footer_bytes
@@ -93,6 +99,7 @@ class DiskTier:
         self._next_segment = 1
         self._write_fault: str | None = None
         self._retry_at = 0.0
+        self._save_at = 0.0
         self._lock_file = lock_store(path)
         try:
             self._daemon, self._epoch = next_epoch(path)
@@ -207,7 +214,9 @@ class DiskTier:
                 due = [s for s in self._segments.values() if s.head.slice_end <= now and not s.pins]
             for segment in due:
                 self._reclaim(segment, MissReason.EXPIRED, kept_share=1.0)
-            self._save_touches()
+            if self._clock.monotonic() >= self._save_at:
+                self._save_at = self._clock.monotonic() + SAVE_TOUCHES_SECONDS
+                self._save_touches()
             self._index_bytes = sum(file.stat().st_size for file in self._index.path.glob("*") if file.is_file())
 
     def close(self) -> None:

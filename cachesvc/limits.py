@@ -66,8 +66,11 @@ CLIENT_STALL_SECONDS: Final = 10.0
 # Share of an evicted segment's records that may be kept by writing them again; the rest goes, so that room is gained.
 MAX_KEPT_SHARE: Final = 0.5
 
-# Seconds between rounds of housekeeping (leases, expiry, writing touches to the index).
+# Seconds between rounds of housekeeping (leases, expiry).
 HOUSEKEEPING_SECONDS: Final = 1.0
+
+# Seconds between writing use times to the durable index: a crash forgets as much of them, and nothing else.
+SAVE_TOUCHES_SECONDS: Final = 20.0
 
 # Seconds in which writes are refused after the device failed one, before the next is tried.
 WRITE_RETRY_SECONDS: Final = 5.0

@@ -16,9 +16,11 @@ from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached
 from cachesvc.rpc import cache_pb2 as pb
 
-# Bytes of the first and last part, and of those between. One part is copied in one go, without a look at the lease.
-_SHORT: Final = 2 << 20
-_LONG: Final = 12 << 20
+# Blocks of the first and last part, and of those between: many enough that what a part costs itself does not count.
+_SHORT: Final = 16
+_LONG: Final = 256
+# Bytes of a part at most: it is copied in one go, some milliseconds, without a look at the lease.
+_PART_BYTES: Final = 64 << 20
 
 
 class Stored(NamedTuple):
@@ -101,7 +103,8 @@ def _fill(
 
 def _parts(count: int, size: int) -> list[slice]:
     """A short one, long ones, a short one."""
-    short, long = max(1, _SHORT // size), max(1, _LONG // size)
+    most = max(1, _PART_BYTES // size)
+    short, long = min(_SHORT, most), min(_LONG, most)
     starts = [0, *range(min(short, count), max(short, count - short), long)]
     if count > 2 * short:
         starts.append(count - short)

@@ -113,8 +113,8 @@ class BenchClient:
         self._read(reader, copy_out, len(keys))
         self.release(match)
 
-    def get_remotely(self, keys: Sequence[bytes], slots: Slots) -> None:
-        """Match, receive into `slots`, which has room for all of them, release."""
+    def get_remotely(self, keys: Sequence[bytes], slots: Slots) -> Match:
+        """Match, receive into `slots`, which has room for all of them. An engine's connector releases in background."""
         match, count = self.match(keys), len(keys)
         reader: Reader
         if self._client.has_bulk:
@@ -124,7 +124,7 @@ class BenchClient:
             start = partial(self._client.get, match.lease_id, first=0, count=count)
             reader = BlockReader(start, slots, first=0, end=count, boot_id=self._attachment.boot_id)
         self._read(reader, lambda first, payloads: None, count)
-        self.release(match)
+        return match
 
     def _read(self, reader: Reader, use: Callable[[int, Sequence[memoryview]], None], count: int) -> None:
         done = 0

@@ -14,6 +14,7 @@ from cachesvc.benchmark.harness import Baseline, Result, Run, Side, Times, inter
 from cachesvc.benchmark.process import BenchError
 from cachesvc.benchmark.stream import LoopbackStream
 from cachesvc.connector.buffers import Slots
+from cachesvc.connector.client import Match
 from cachesvc.limits import KiB, MiB
 
 SIZES: Final = (113_920, MiB, 4 * MiB, 16 * MiB)
@@ -196,7 +197,12 @@ def _remote(plan: Plan, run: Run, address: str, shape: Shape) -> None:
         sending = Side("TCP stream", lambda: stream.send(source))
         putting = Side("remote put", lambda: client.put(keys, source.views), new_keys, client.wait_flushed)
         receiving = Side("TCP stream", lambda: stream.receive(target))
-        getting = Side("remote get", lambda: client.get_remotely(keys, received))
+        matches: list[Match] = []
+        getting = Side(
+            "remote get",
+            lambda: matches.append(client.get_remotely(keys, received)),
+            after=lambda: client.release(matches.pop()),
+        )
         params = {"block_bytes": shape.size, "blocks": blocks}
         size = shape.size * blocks
         for ours, bare in ((putting, sending), (getting, receiving)):

@@ -107,8 +107,7 @@ def test_a_saver_does_not_write_after_its_session_ended(
         return original(*what, **how)
 
     monkeypatch.setattr(cache._client._copier, "copy", slow_copy)
-    for name in ("_SHORT", "_LONG"):
-        monkeypatch.setattr(storing, name, SIZE)  # look at the session before each of the blocks
+    monkeypatch.setattr(storing, "_PART_BYTES", SIZE)  # look at the session before each of the blocks
     p = cache.match(PROMPT)
     cache.save(
         p, 128 * BLOCKS, lambda first, buffers: [b.__setitem__(slice(None), b"\xee" * SIZE) for b in buffers] and None
