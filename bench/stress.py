@@ -210,7 +210,7 @@ def stress(seconds: float, clients: int, arena_bytes: int, store: Path | None) -
     slots = arena_bytes // PAYLOAD_BYTES
     prompts = max(8, 3 * slots // MAX_BLOCKS)
     params = {"clients": clients, "seconds": seconds, "arena_bytes": arena_bytes, "prompts": prompts}
-    run = Run("stress", params)
+    run = Run("bench/stress.py", params)
     with DaemonProcess(arena_bytes, store) as daemon:
         all_clients = Clients(daemon.address, clients, seconds, prompts)
         all_clients.run(kill_every=1.0)

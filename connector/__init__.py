@@ -16,10 +16,12 @@ prefix_cache  its two implementations: look up, load, save, finish
 passes        one pass over a prompt: tokens, keys, answer, lease
 link          attached or not; the only thread that connects
 breaker       when to leave a daemon alone and when to try it again
-arena         the daemon's shared memory, mapped, and its socket
+arena         the daemon's shared memory, mapped, and its socket; prefault: its page tables, in the background
+bulk          the TCP stream for payloads that do not go through shared memory
 client        the wire, thinly; errors: what can go wrong on it
-loading       chunks of a Get into verified blocks
-staging       the save queue and its thread
+loading       slots, or what arrives, into verified blocks
+staging       the save queue and its thread; storing: a batch into the arena, pipelined
+payloads      many payloads in one mapping, and their addresses; copying: by several threads, with checksums
 memory        keys known as stored, blocks that failed
 buffers       page-aligned payload buffers
 workers       background threads with a bounded queue
