@@ -20,7 +20,7 @@ from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
 
 # Look-ups whose blocks are noted as used before the notes are put together.
-_MAX_NOTES: Final = 256
+_MAX_NOTES: Final = 16
 
 
 class Catalog:
@@ -136,7 +136,9 @@ class Catalog:
             now = self._clock.now()
             table = self._table
             for identity, entry in blocks:
-                if identity not in table or self._fresh(identity, now) is None:
+                old = table.get(identity)
+                # One that has expired is replaced, not dropped: its slot is by now the new one's.
+                if old is None or old.expires <= now:
                     table[identity] = entry
                     self._ghosts.forget(identity)
 
@@ -174,6 +176,13 @@ class Catalog:
     def insert_locked(self, identity: bytes, entry: Entry) -> None:
         self._table[identity] = entry
         self._ghosts.forget(identity)
+
+    def move_locked(self, identity: bytes, entry: Entry) -> bool:
+        """Where a block lies now. False when it was dropped meanwhile."""
+        known = identity in self._table
+        if known:
+            self._table[identity] = entry
+        return known
 
     def drop_locked(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         if self._table.get(identity) is entry:

@@ -291,10 +291,9 @@ class DiskTier:
                 self._used += writer.size - segment.size
                 segment.size = writer.size
                 segment.records = len(writer.records)
-                for identity, entry in entries:
-                    segment.identities.append(identity)
-                    self.catalog.insert_locked(identity, entry)
-                self.events["written_blocks"] += len(entries)
+                segment.identities += [identity for identity, _ in entries]
+                entries = [(i, e) for i, e in entries if self.catalog.move_locked(i, e)]
+                self.events["written_blocks"] += len(heads)
             self._record(put=entries)
             if writer.size + writer.head.stride > self._segment_bytes:
                 self._seal(key)
@@ -403,7 +402,7 @@ class DiskTier:
                 blocks = []
                 for identity, entry in group:
                     key, shard = split_id(identity)
-                    payload = page_aligned(segment.head.payload_bytes)
+                    (payload,) = page_aligned(segment.head.payload_bytes, 1)
                     try:
                         checksum = next(self.read([Wanted(key, shard, entry)], [payload]))
                     except BlockUnreadable:

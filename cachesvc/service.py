@@ -36,6 +36,7 @@ from cachesvc.limits import (
 from cachesvc.promoter import Hold
 from cachesvc.record import checksum
 from cachesvc.rpc import cache_pb2 as pb
+from cachesvc.rpc.bulk import MAX_HEADS
 from cachesvc.store import Store
 
 _REASONS: Final = frozenset(pb.MissReason.values())
@@ -198,7 +199,7 @@ class Service:
         identities, entries = lease.identities[request.shard][part], lease.entries[request.shard][part]
         size = entries[0].shape.payload_bytes
         try:
-            for batch in self.store.read(identities, entries, max(1, at_least // size)):
+            for batch in self.store.read(identities, entries, max(1, min(at_least // size, MAX_HEADS))):
                 yield [Payload(number + i, data, total) for i, (data, total) in enumerate(batch)]
                 number += len(batch)
                 self.accounting.add(lease.pass_.row, loaded_bytes=size * len(batch))
@@ -324,7 +325,7 @@ class Service:
         finally:
             with self._lock:
                 self._being_written.difference_update(identities)
-                if not lease.staged:
+                if not lease.staged and not lease.filling:
                     lease.expires = min(lease.expires, self._clock.monotonic() + _SETTLED_LEASE_SECONDS)
         states = bytes(map(lease.settled.get, request.indices, repeat(_NOT_GRANTED)))
         return pb.CommitReply(boot_id=self.boot_id, states=states)
@@ -345,6 +346,9 @@ class Service:
         """Ends the leases whose time is over."""
         with self._lock:
             reads = list(self._reads.pop_expired())
+            for identity, read in reads:
+                if read.session is not None:
+                    read.session.reads.discard(identity)
             for identity, lease in self._writes.pop_expired():
                 slots = self._take_staged(lease)
                 if lease.session is None:
@@ -472,8 +476,9 @@ class Service:
             return
         shape = lease.attachment.shapes[lease.shard]
         state = pb.CommitState.STORED
+        damaged: set[bytes] = set()
         try:
-            self.store.commit(
+            damaged = self.store.commit(
                 list(good.values()),
                 [checksums[index] for index in good],
                 shape,
@@ -487,6 +492,9 @@ class Service:
             row = self.accounting.row(lease.traffic_class.name, lease.attachment.model)
             self.accounting.add(row, stored_blocks=len(good), stored_bytes=shape.payload_bytes * len(good))
         lease.settled.update(dict.fromkeys(good, state))
+        if damaged:
+            mismatch = pb.CommitState.CHECKSUM_MISMATCH
+            lease.settled.update({index: mismatch for index, slot in good.items() if slot.identity in damaged})
 
     def _arrived(self, lease: WriteLease, index: int, slot: Slot, checksums: dict[int, int]) -> bool:
         """Whether a payload came over the wire whole and undamaged; if not, its slot is freed."""

@@ -126,8 +126,10 @@ class Store:
         *,
         verified: bool,
         durable: bool,
-    ) -> None:
+    ) -> set[bytes]:
         """Makes written slots visible, in prefix order; with `durable` they are on disk when this returns.
+
+        Returns those that were found damaged on their way to the disk, which only `durable` waits for.
 
         A checksum of 0 is not known: the flusher computes it. `verified` says that the bytes were found to have theirs.
         Raises `WriteRefused`, with all of them dropped, when `durable` is asked and the disk refuses.
@@ -153,7 +155,9 @@ class Store:
                     if lost is not None and lost.segment is None:
                         self.catalog.drop(identity, lost, MissReason.EVICTED)
                 raise
-        self._flusher.add(identities, shape.payload_bytes * len(identities))
+            return {i for i in identities if (entry := self.catalog.where(i)) is None or entry.segment is None}
+        self._flusher.add(identities, shape.payload_bytes)
+        return set()
 
     # ---- housekeeping --------------------------------------------------------------------------------------------
 
@@ -184,7 +188,7 @@ class Store:
             while end < len(identities) and slots[end] is None:
                 end += 1
             wanted = [self._on_disk(identities[i], entries[i]) for i in range(index, end)]
-            payloads = [page_aligned(item.entry.shape.payload_bytes) for item in wanted]
+            payloads = page_aligned(wanted[0].entry.shape.payload_bytes, len(wanted))
             yield from zip(payloads, self.disk.read(wanted, payloads), strict=True)
             index = end
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, TimedOut, Unreachable, from_status
-from cachesvc.connector.payloads import Payloads, Region
+from cachesvc.connector.payloads import SLOT_PAGE, Payloads, Region
 from cachesvc.connector.prefault import Prefault
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.frames import Frames
@@ -133,13 +133,14 @@ class Arena:
             _check_sealed(read, reply.arena_bytes)
             readable = mmap.mmap(read, reply.arena_bytes, prot=mmap.PROT_READ)
             writable = mmap.mmap(write, reply.arena_bytes)
+            memory = os.dup(read)
         except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise ArenaUnavailable(f"{path}: the shared memory cannot be mapped: {error}") from error
         finally:
             _close_all(descriptors)
         self._readable, self._writable = Region(memoryview(readable)), Region(memoryview(writable))
-        self._prefault = Prefault([(readable, False), (writable, True)])
+        self._prefault = Prefault([(readable, False), (writable, True)], memory)
         self._prefault.start()
 
     def close(self) -> None:
@@ -150,6 +151,14 @@ class Arena:
         self._prefault.stop()
         for session in sessions:
             session.end()
+
+    def reachable(self, timeout_s: float) -> bool:
+        """Whether this thread has a session, or gets one."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return self._open(deadline).alive
+        except (CacheError, OSError, EOFError, DecodeError):
+            return False
 
     @property
     def session(self) -> Session:
@@ -204,8 +213,8 @@ class Arena:
     def _payloads(self, region: Region, offsets: Sequence[int], size: int) -> Payloads:
         if NO_SLOT in offsets:
             raise BadAnswer("a block was granted without a slot")
-        if any(offset % mmap.PAGESIZE for offset in offsets):
-            raise BadAnswer("a slot does not begin on a page")
+        if any(offset % SLOT_PAGE for offset in offsets):
+            raise BadAnswer(f"a slot does not begin on a multiple of {SLOT_PAGE}")
         try:
             return Payloads(region, offsets, size)
         except ValueError as error:

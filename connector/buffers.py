@@ -6,7 +6,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 
-from cachesvc.connector.payloads import Payloads, Region
+from cachesvc.connector.payloads import SLOT_PAGE, Payloads, Region
 
 
 class Slots:
@@ -18,7 +18,7 @@ class Slots:
     def __init__(self, payload_bytes: int, count: int) -> None:
         self.payload_bytes = payload_bytes
         self.count = count
-        self._stride = -(-payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._stride = -(-payload_bytes // SLOT_PAGE) * SLOT_PAGE
         mapping = mmap.mmap(-1, max(1, self._stride * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._region = Region(memoryview(mapping))
         self._lock = threading.Lock()

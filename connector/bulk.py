@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -36,11 +38,24 @@ class Connection:
         self.socket = socket.create_connection((host, port), timeout_s)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.frames = Frames(self.socket, _MAX_REPLY_BYTES, ahead=False)
+        _CONNECTIONS.add(self)
 
     def break_off(self) -> None:
         """From any thread: whoever waits on it wakes with an error."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+
+_CONNECTIONS: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: its copies would keep the parent's connections alive after the parent has died."""
+    for connection in list(_CONNECTIONS):
+        connection.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class BulkChannel:
@@ -116,6 +131,7 @@ class BulkChannel:
             if good:
                 self._idle.append(connection)
         if not good:
+            connection.break_off()  # a forked child may hold the socket open
             connection.socket.close()
 
     def _take(self, deadline: float) -> Connection:

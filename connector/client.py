@@ -325,8 +325,9 @@ class Client:
     def _use_arena(self, path: str, request: pb.AttachRequest, boot_id: bytes) -> None:
         """Maps the daemon's arena if it has one and this process can; says once, plainly, when it cannot."""
         with self._lock:
-            if self._arena is not None and self._arena.boot_id == boot_id:
-                return  # calls may be under way on it
+            known = self._arena
+        if known is not None and known.boot_id == boot_id and known.reachable(self._options.control_deadline_s):
+            return  # calls may be under way on it
         arena = None
         if path and self._options.shared_memory:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 import xxhash
@@ -56,7 +56,10 @@ class Copier:
                 others.append(self._others.submit(_copy_part, targets[part], sources[part], padding, checksums))
         except RuntimeError:  # no thread can be had: this one does it all, a part perhaps twice
             step = count
-        sums = _copy_part(targets[:step], sources[:step], padding, checksums)
+        try:
+            sums = _copy_part(targets[:step], sources[:step], padding, checksums)
+        finally:
+            wait(others)  # whatever happens here: nobody writes to the targets any more when this returns
         theirs = [other.result() for other in others]
         return sums if step == count else sums + [total for part in theirs for total in part]
 

@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, overload
 
+SLOT_PAGE: Final = 4096
+"""Slots begin on, and are padded to, multiples of this many bytes (``cache.proto``), whatever pages the system has."""
+
 
 class Region:
     """A mapping and its address. The address is good as long as the region lives."""

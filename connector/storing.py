@@ -6,7 +6,6 @@ answers are read at the end. So only the first reservation and the last commit a
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -14,6 +13,7 @@ from typing import Final, NamedTuple
 from cachesvc.connector.arena import Arena, Pipeline, slot_positions
 from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached
+from cachesvc.connector.payloads import SLOT_PAGE
 from cachesvc.rpc import cache_pb2 as pb
 
 # Blocks of the first and last part, and of those between: many enough that what a part costs itself does not count.
@@ -96,9 +96,9 @@ def _fill(
     size = payloads[0].nbytes
     targets = arena.writable(slots, size)
     with calls.session.lock:
-        if calls.session.ended or time.monotonic() >= ends:
+        if not calls.session.alive or time.monotonic() >= ends:
             raise LeaseLost("the write lease ended while its slots were being filled")
-        return copier.copy(targets, payloads, checksums=checksums, padding=-size % mmap.PAGESIZE)
+        return copier.copy(targets, payloads, checksums=checksums, padding=-size % SLOT_PAGE)
 
 
 def _parts(count: int, size: int) -> list[slice]:

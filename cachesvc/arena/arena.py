@@ -132,7 +132,8 @@ class Arena:
                 else:
                     self._free(slot)
                 shown.append(new)
-            self._policy.insert_all([slot.identity for slot, new in zip(slots, shown, strict=True) if new])
+            new_ones = [slot.identity for slot, new in zip(slots, shown, strict=True) if new]
+            self._policy.insert_all(reversed(new_ones))  # tail first, as with every use
         return shown
 
     def flushed(self, slots: Iterable[Slot]) -> None:

@@ -34,7 +34,8 @@ host may map. AttachReply names a Unix socket for it. On that socket the same me
 7 Release, 8 Report; status: 0 or a gRPC status code). Release is not answered: nobody waits for it. Each connection
 begins with Attach; with its reply travel two descriptors of the arena (SCM_RIGHTS): one to map for reading, one to
 map for writing. A connection is a session: its closing ends the leases that were taken on it. Rules for clients:
-* Slot positions are byte offsets into the arena; NO_SLOT (all bits set) stands for "not there".
+* Slot positions are byte offsets into the arena, multiples of 4,096; slots are padded to that. NO_SLOT (all bits set)
+  stands for "not there".
 * Write only into slots that Reserve granted, and stop before the write lease ends. A slot whose lease ended is not
   used again before the client says so (Abort) or closes the session.
 * Bytes of a slot are valid while the read lease lives: look at the clock after copying, not before.

@@ -91,15 +91,20 @@ class Frames:
                 continue
             _advance(unsent, sent)
 
-    def receive_into(self, targets: Sequence[memoryview], deadline: float) -> None:
-        """Fills buffers with bytes that are not a message (`ahead` is False). Raises `TimeoutError`, `EOFError`."""
+    def receive_into(self, targets: Sequence[memoryview], deadline: float, stall: float = math.inf) -> None:
+        """Fills buffers with bytes that are not a message (`ahead` is False). Raises `TimeoutError`, `EOFError`.
+
+        `stall`: seconds after which it ends if nothing has come.
+        """
         empty = list(targets)
+        last = time.monotonic()
         while empty:
-            self._wait_at_most(socket.SO_RCVTIMEO, deadline)
+            self._wait_at_most(socket.SO_RCVTIMEO, min(deadline, last + stall))
             try:
                 got = self._connection.recvmsg_into(empty, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 continue
+            last = time.monotonic()
             if not got:
                 raise EOFError("the other end closed the connection")
             _advance(empty, got)

@@ -83,6 +83,8 @@ class Segment:
         return [end[-TRAILER_BYTES:] for end in ends]
 
 
-def page_aligned(size: int) -> memoryview:
-    """Fresh memory that starts on a page: reading into it is two to three times as fast as into any other."""
-    return memoryview(mmap.mmap(-1, -(-size // PAGE) * PAGE))[:size]
+def page_aligned(size: int, count: int) -> list[memoryview]:
+    """Fresh memory that starts on a page, `count` times: reading into it is two to three times as fast as otherwise."""
+    stride = -(-size // PAGE) * PAGE
+    memory = memoryview(mmap.mmap(-1, stride * count))
+    return [memory[start : start + size] for start in range(0, stride * count, stride)]

@@ -23,6 +23,8 @@ _OK: Final = int(grpc.StatusCode.OK.value[0])
 # Bytes per second below which a client is cut off: it holds slots, or pins, as long as it talks.
 _SLOWEST: Final = 1 << 20
 _STEP: Final = 1 << 20
+# A batch of several payloads is not larger: the slots it fills are nobody else's until all of it has come.
+_MAX_BATCH_BYTES: Final = 2 * bulk.BATCH_BYTES
 
 
 class BulkServer:
@@ -51,8 +53,10 @@ class BulkServer:
     def _serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         frames = Frames(connection, MAX_MESSAGE_BYTES, ahead=False)
-        while frames.wait():
+        begun = False
+        while not begun or frames.wait():
             method, body = frames.receive(_soon())
+            begun = True
             if method == bulk.GET:
                 self._get(frames, pb.GetRequest.FromString(body))
             elif method == bulk.PUT:
@@ -94,8 +98,9 @@ class BulkServer:
             heads = bulk.unpack_heads(body)
         except ValueError as error:
             raise EOFError(str(error)) from error
-        if code != bulk.BATCH or any(head.payload_bytes > MAX_PAYLOAD_BYTES for head in heads):
-            raise EOFError(f"a batch with code {code} and {len(heads)} payloads up to {max(heads, default=0)}")
+        largest = max((head.payload_bytes for head in heads), default=0)
+        if code != bulk.BATCH or largest > MAX_PAYLOAD_BYTES or _size(heads) > max(largest, _MAX_BATCH_BYTES):
+            raise EOFError(f"a batch with code {code} and {len(heads)} payloads of {_size(heads)} bytes")
         return heads
 
     def _receive(self, frames: Frames, lease_id: bytes, heads: list[bulk.Head]) -> None:
@@ -105,12 +110,12 @@ class BulkServer:
         try:
             views = [self._service.store.arena.view(slots[head.block]) for head in heads if head.block in slots]
             if len(views) == len(heads):
-                frames.receive_into(views, _soon(_size(heads)))
+                frames.receive_into(views, _soon(_size(heads)), CLIENT_STALL_SECONDS)
             else:
                 for head in heads:
                     if head.block in slots:
                         view = self._service.store.arena.view(slots[head.block])
-                        frames.receive_into([view], _soon(head.payload_bytes))
+                        frames.receive_into([view], _soon(head.payload_bytes), CLIENT_STALL_SECONDS)
                     else:
                         self._discard(frames, head.payload_bytes)  # it is stored already
             for slot in slots.values():

@@ -5,6 +5,8 @@ gRPC cannot carry descriptors and costs five times as much per call on one host.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
 import time
@@ -27,6 +29,9 @@ from cachesvc.service import Service
 _ATTACH: Final = 1
 _RELEASE: Final = 7
 _OK: Final = int(grpc.StatusCode.OK.value[0])
+_FAULT: Final = int(grpc.StatusCode.INTERNAL.value[0])
+
+log = logging.getLogger("cachesvc.server")
 
 
 class LocalServer:
@@ -64,8 +69,10 @@ class LocalServer:
         try:
             self._talk(connection, session)
         finally:
-            # In this order: a client looks at its connection to know whether its slots are still its own. At shutdown
-            # they are not given to anybody any more.
+            # A client may be writing to its slots at this moment. That it has stopped is known only when it closes its
+            # end; if it never does, its slots stay aside. At shutdown they are not given to anybody any more.
+            if session.writes or session.aside:
+                _wait_until_closed(connection)
             connection.close()
             if not self._connections.stopping:
                 self._service.end_session(session)
@@ -73,7 +80,7 @@ class LocalServer:
     def _talk(self, connection: socket.socket, session: Session) -> None:
         frames = Frames(connection, MAX_MESSAGE_BYTES)
         attached = False
-        while frames.wait():
+        while not attached or frames.wait():
             number, body = frames.receive(time.monotonic() + CLIENT_STALL_SECONDS)
             if number not in self._methods or attached == (number == _ATTACH):
                 raise EOFError(f"malformed or untimely call {number} of {len(body)} bytes")
@@ -84,6 +91,9 @@ class LocalServer:
                 code, reply = _OK, method(*arguments).SerializeToString()
             except CallError as error:
                 code, reply = CODES[type(error)].value[0], str(error).encode()
+            except Exception as error:
+                log.exception("fault in a call")
+                code, reply = _FAULT, f"fault of the daemon: {type(error).__name__}; see its log".encode()
             if number == _RELEASE:
                 continue  # nobody waits for it
             descriptors: list[int] = []
@@ -95,3 +105,16 @@ class LocalServer:
             if session.later is not None:
                 later, session.later = session.later, None
                 later()
+
+
+def _wait_until_closed(connection: socket.socket) -> None:
+    """Tells the client that it is cut off, and waits until it has closed its end or is gone."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(None)
+        while True:
+            try:
+                if not connection.recv(65_536):
+                    return
+            except BlockingIOError:  # the kernel's own timeout, left from the talk
+                continue

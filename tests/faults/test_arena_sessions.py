@@ -220,3 +220,56 @@ def test_huge_pages_are_used_where_the_system_reserves_them(
 
 def test_too_few_huge_pages_are_done_without(make_daemon: Callable[..., Daemon]) -> None:
     assert "of huge pages" not in make_daemon("--arena-bytes", "64MiB").start().log.read_text()
+
+
+@pytest.fixture
+def raw(small: Daemon, namespace: Namespace) -> Iterator[Arena]:
+    """The arena's socket, spoken by hand."""
+    with Client(small.address) as client:
+        reply = client.attach(namespace, SIZE)
+    request = pb.AttachRequest(
+        namespace_json=namespace.canonical_json(),
+        self_test_vector=self_test_vector(),
+        key_scheme=KEY_SCHEME_VERSION,
+        payload_bytes=[SIZE],
+    )
+    arena = Arena(reply.arena_socket, request, reply.boot_id, 20.0)
+    arena.attachment = reply.attachment  # type: ignore[attr-defined]
+    yield arena
+    arena.close()
+
+
+def reserve(arena: Arena, keys: list[bytes]) -> pb.ReserveReply:
+    request = pb.ReserveRequest(attachment=arena.attachment, keys=b"".join(keys), traffic_class="agent")  # type: ignore[attr-defined]
+    reply: pb.ReserveReply = arena.call("Reserve", request, 20.0)
+    return reply
+
+
+def test_slots_of_a_client_that_was_cut_off_stay_aside_until_it_closes(
+    small: Daemon, raw: Arena, namespace: Namespace
+) -> None:
+    keys = chain_keys(namespace, PROMPT)[:2]
+    assert list(reserve(raw, keys).states) == [pb.GRANTED] * 2
+    session = raw.session
+    session.frames.send(99, b"no such call", time.monotonic() + 20)
+    wait_until(lambda: not session.alive)
+    with Client(small.address) as client:
+        client.attach(namespace, SIZE)
+        time.sleep(0.5)  # it may still be writing: it has been told, but has not closed
+        assert client.report().arena_used_bytes == 2 * SIZE
+        assert list(client.reserve(keys).states) == [pb.BUSY] * 2
+        session.end()
+        wait_until(lambda: client.report().arena_used_bytes == 0)
+        assert list(client.reserve(keys).states) == [pb.GRANTED] * 2
+
+
+def test_a_durable_commit_of_other_bytes_than_its_checksum_says_so(
+    small: Daemon, raw: Arena, namespace: Namespace
+) -> None:
+    keys = chain_keys(namespace, PROMPT)[:3]
+    lease = reserve(raw, keys).lease_id
+    request = pb.CommitRequest(lease_id=lease, indices=[0, 1, 2], checksums=[1, 2, 3], durable=True)
+    assert list(raw.call("Commit", request, 20.0).states) == [pb.CHECKSUM_MISMATCH] * 3
+    with Client(small.address) as client:
+        client.attach(namespace, SIZE)
+        assert client.lookup(keys)[0] == 0

@@ -148,3 +148,16 @@ def test_lies_end_the_connection(client: Client, channel: Channel) -> None:
     channel.send(0, b"", size=1 << 40)
     with pytest.raises((EOFError, ConnectionError)):
         channel.frames.receive(soon())
+
+
+def test_a_client_that_falls_silent_in_the_middle_is_cut_off(
+    client: Client, channel: Channel, namespace: Namespace
+) -> None:
+    keys, (payload,) = chain_keys(namespace, range(128)), make_payloads(1, SIZE)
+    lease = client.reserve(keys, lease_ms=500).lease_id
+    channel.begin_put(lease)
+    channel.send(0, payload[:1000], size=SIZE)
+    wait_until(lambda: client.report().write_leases == 0)
+    assert client.report().arena_used_bytes > 0
+    wait_until(lambda: client.report().arena_used_bytes == 0, 30)
+    assert list(client.reserve(keys).states) == [pb.ReserveState.GRANTED]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
+import time
 
 import pytest
 import xxhash
 
+from cachesvc.connector import copying
 from cachesvc.connector.copying import Copier
 
 
@@ -38,3 +41,25 @@ def test_copies_are_exact(threads: int, checksums: bool, size: int, padding: int
 
 def test_nothing_to_copy() -> None:
     assert Copier(2).copy([], [], checksums=True) == []
+
+
+def test_when_it_raises_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = mmap.mmap(-1, 8 << 20)
+    views = [memoryview(memory)[i << 20 : (i + 1) << 20] for i in range(8)]
+    running, main = threading.Event(), threading.main_thread()
+
+    def part(*what: object) -> list[int]:
+        if threading.current_thread() is main:
+            running.wait(10)
+            raise MemoryError
+        running.set()
+        time.sleep(0.3)
+        running.clear()
+        return []
+
+    monkeypatch.setattr(copying, "_copy_part", part)
+    copier = Copier(2)
+    with pytest.raises(MemoryError):
+        copier.copy(views[:4], views[4:], checksums=False)
+    assert not running.is_set()
+    copier.close()
