@@ -136,6 +136,10 @@ class LeaseTable(Generic[Lease]):
             raise LeaseEnded(f"lease {identity.hex()[:32] or '(empty)'} is unknown or has ended")
         return lease
 
+    def find(self, identity: bytes) -> Lease | None:
+        """It, whatever its time, or None."""
+        return self._leases.get(identity)
+
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 

@@ -360,6 +360,14 @@ class Service:
         for _, read in reads:
             self._end_read(read, 0, pb.MissReason.TIMED_OUT)
 
+    def saving(self, session: Session) -> bool:
+        """Whether the client holds slots that it is to commit."""
+        if not session.writes:
+            return False
+        with self._lock:
+            leases = [self._writes.find(identity) for identity in session.writes]
+        return any(lease is not None and lease.staged for lease in leases)
+
     def end_session(self, session: Session) -> None:
         """The client is gone: what it held is free, what it had not committed never existed."""
         with self._lock:

@@ -25,7 +25,7 @@ from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, TimedO
 from cachesvc.connector.payloads import SLOT_PAGE, Payloads, Region
 from cachesvc.connector.prefault import Prefault
 from cachesvc.rpc import cache_pb2 as pb
-from cachesvc.rpc.frames import Frames
+from cachesvc.rpc.frames import SAVE_SPIN_SECONDS, SPIN_SECONDS, Frames
 
 NO_SLOT: Final = 2**64 - 1
 MAX_REPLY_BYTES: Final = 4 << 20
@@ -191,7 +191,10 @@ class Arena:
         """
         deadline = time.monotonic() + deadline_s
         try:
-            yield Pipeline(self._open(deadline), deadline)
+            session = self._open(deadline)
+            session.frames.spin_s = SAVE_SPIN_SECONDS
+            yield Pipeline(session, deadline)
+            session.frames.spin_s = SPIN_SECONDS
         except TimeoutError as error:
             self._drop()
             raise TimedOut(f"no answer from {self._path} within {deadline_s:.3f} s") from error

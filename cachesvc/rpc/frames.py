@@ -18,8 +18,12 @@ from typing import Final
 _HEAD: Final = struct.Struct("<IB")
 _TIMEVAL: Final = struct.Struct("@ll")
 _BUFFER_BYTES: Final = 256 << 10
-# How long an answer, or the next call, is waited for without sleeping; by one thread of a process at a time.
-_SPIN_SECONDS: Final = 100e-6 if (os.cpu_count() or 1) > 1 else 0.0
+# How long an answer, or the next call, is waited for without sleeping; by one thread of a process at a time. Longer in
+# the middle of a save, where both ends work side by side: a sleeper is often woken on the processor that wakes it, and
+# both then share one.
+SPIN_SECONDS: Final = 100e-6
+SAVE_SPIN_SECONDS: Final = 5e-3
+_MAY_SPIN: Final = (os.cpu_count() or 1) > 1
 _SPINNING: Final = threading.Lock()
 # Seconds after which the kernel gives a waiting call back, so that its deadline is looked at.
 _STEPS: Final = (10.0, 1.0, 0.1, 0.01, 0.001)
@@ -41,6 +45,7 @@ class Frames:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._timeouts: dict[int, float] = {}
+        self.spin_s = SPIN_SECONDS
 
     def send(self, code: int, body: bytes, deadline: float, descriptors: Sequence[int] = ()) -> None:
         """Raises `TimeoutError` when the other end does not take it by `deadline` (`time.monotonic`).
@@ -150,15 +155,15 @@ class Frames:
 
     def _spin(self, target: memoryview) -> int:
         """What arrives at once, or 0. To put a processor to sleep and wake it takes longer than most calls do."""
-        if not _SPINNING.acquire(blocking=False):
+        if not _MAY_SPIN or not _SPINNING.acquire(blocking=False):
             return 0
         try:
-            until = time.monotonic() + _SPIN_SECONDS
+            until = time.monotonic() + self.spin_s
             while time.monotonic() < until:
                 try:
                     return self._connection.recv_into(target, 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
-                    continue
+                    os.sched_yield()  # to whom it waits for, should that be next on this processor
             return 0
         finally:
             _SPINNING.release()

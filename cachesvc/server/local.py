@@ -21,7 +21,7 @@ from cachesvc.errors import CallError
 from cachesvc.leases import Session
 from cachesvc.limits import CLIENT_STALL_SECONDS, MAX_MESSAGE_BYTES
 from cachesvc.rpc import cache_pb2 as pb
-from cachesvc.rpc.frames import Frames
+from cachesvc.rpc.frames import SAVE_SPIN_SECONDS, SPIN_SECONDS, Frames
 from cachesvc.server.connections import Connections
 from cachesvc.server.grpc import CODES
 from cachesvc.service import Service
@@ -105,6 +105,7 @@ class LocalServer:
             if session.later is not None:
                 later, session.later = session.later, None
                 later()
+            frames.spin_s = SAVE_SPIN_SECONDS if self._service.saving(session) else SPIN_SECONDS
 
 
 def _wait_until_closed(connection: socket.socket) -> None:
