@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -186,7 +187,8 @@ def leaked_slots(daemon: DaemonProcess) -> int:
     while done < slots and time.monotonic() < deadline:
         part = keys[done : done + 256]
         stored = client.store(attachment, part, [buffer] * len(part), "agent", checksums=False)
-        done += stored.committed.count(pb.STORED)
+        states = zip(stored.reserved, stored.committed, strict=True)
+        done += sum(1 for _ in takewhile(lambda s: s[0] == pb.PRESENT or s[1] == pb.STORED, states))
         if pb.REFUSED in stored.reserved:
             time.sleep(0.05)  # the flusher has to catch up
     match = client.match(

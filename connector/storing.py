@@ -49,6 +49,7 @@ def store_in_arena(
         for part in parts:
             calls.send("Reserve", request(keys[part]))
         granted: list[list[int]] = []
+        aborts = 0
         for part in parts:
             reply = calls.receive("Reserve")
             count = len(keys[part])
@@ -56,15 +57,22 @@ def store_in_arena(
                 raise NotAttached(f"Reserve: boot {reply.boot_id.hex()} answers, attached to {arena.boot_id.hex()}")
             if len(reply.states) != count:
                 raise BadAnswer(f"Reserve: {len(reply.states)} states for {count} keys")
+            here = [index for index, state in enumerate(reply.states) if state == pb.GRANTED]
+            if here and pb.REFUSED in reserved:  # room was found again, but these lie behind a hole in the prefix
+                calls.send("Abort", pb.AbortRequest(lease_id=reply.lease_id))
+                aborts += 1
+                reserved += reply.states.replace(bytes([pb.GRANTED]), bytes([pb.REFUSED]))
+                granted.append([])
+                continue
             reserved += reply.states
-            granted.append([index for index, state in enumerate(reply.states) if state == pb.GRANTED])
-            if granted[-1]:
+            granted.append(here)
+            if here:
                 slots = slot_positions(reply.slots, count, "Reserve")
                 ends = asked + reply.lease_ms / 1000
-                sums = _fill(calls, arena, copier, slots, ends, granted[-1], payloads[part], checksums=checksums)
+                sums = _fill(calls, arena, copier, slots, ends, here, payloads[part], checksums=checksums)
                 calls.send(
                     "Commit",
-                    pb.CommitRequest(lease_id=reply.lease_id, indices=granted[-1], checksums=sums, durable=durable),
+                    pb.CommitRequest(lease_id=reply.lease_id, indices=here, checksums=sums, durable=durable),
                 )
         for part, indices in zip(parts, granted, strict=True):
             states = bytearray(len(keys[part]))
@@ -75,6 +83,8 @@ def store_in_arena(
                 for index, state in zip(indices, reply.states, strict=True):
                     states[index] = state
             committed += states
+        for _ in range(aborts):
+            calls.receive("Abort")
     return Stored(bytes(reserved), bytes(committed))
 
 
