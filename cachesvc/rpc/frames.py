@@ -163,7 +163,8 @@ class Frames:
                 try:
                     return self._connection.recv_into(target, 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
-                    os.sched_yield()  # to whom it waits for, should that be next on this processor
+                    if self.spin_s > SPIN_SECONDS:
+                        os.sched_yield()  # to whom it waits for, should that be next on this processor
             return 0
         finally:
             _SPINNING.release()
