@@ -145,6 +145,15 @@ def test_threads_that_end_leave_no_connection(cache: PrefixCache, small: Daemon)
     assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
+def attach_request(namespace: Namespace) -> pb.AttachRequest:
+    return pb.AttachRequest(
+        namespace_json=namespace.canonical_json(),
+        self_test_vector=self_test_vector(),
+        key_scheme=KEY_SCHEME_VERSION,
+        payload_bytes=[SIZE],
+    )
+
+
 def connect_as(user: int, path: str, attach: pb.AttachRequest, boot_id: bytes) -> str:
     """What a process of another user gets from the arena's socket: "mapped", or why not."""
     reading, writing = os.pipe()
@@ -177,12 +186,7 @@ def test_another_user_needs_the_right_to_the_socket(make_daemon: Callable[..., D
         daemon.start()
         with Client(daemon.address) as client:
             reply = client.attach(namespace, SIZE)
-        request = pb.AttachRequest(
-            namespace_json=namespace.canonical_json(),
-            self_test_vector=self_test_vector(),
-            key_scheme=KEY_SCHEME_VERSION,
-            payload_bytes=[SIZE],
-        )
+        request = attach_request(namespace)
         assert "Permission denied" in connect_as(65534, reply.arena_socket, request, reply.boot_id)
         os.chmod(reply.arena_socket, 0o666)
         assert connect_as(65534, reply.arena_socket, request, reply.boot_id) == "mapped"
@@ -227,12 +231,7 @@ def raw(small: Daemon, namespace: Namespace) -> Iterator[Arena]:
     """The arena's socket, spoken by hand."""
     with Client(small.address) as client:
         reply = client.attach(namespace, SIZE)
-    request = pb.AttachRequest(
-        namespace_json=namespace.canonical_json(),
-        self_test_vector=self_test_vector(),
-        key_scheme=KEY_SCHEME_VERSION,
-        payload_bytes=[SIZE],
-    )
+    request = attach_request(namespace)
     arena = Arena(reply.arena_socket, request, reply.boot_id, 20.0)
     arena.attachment = reply.attachment  # type: ignore[attr-defined]
     yield arena
