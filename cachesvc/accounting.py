@@ -4,6 +4,9 @@ A pass is opened by Match, which already knows its misses; what matched is *pend
 it was used (Release) or the lease ends. A pass that asks again is withdrawn first, so that it counts once. Always::
 
     input = local + pending + Σ hits + Σ misses
+
+Counts of a row have names: ``passes, input, local, pending, hit.TIER, miss.REASON, new, loaded_bytes, stored_blocks,
+stored_bytes, depth.N, age.N`` (tokens; passes and blocks are numbers; N is a bucket of `cachesvc.histograms`).
 """
 
 from __future__ import annotations
@@ -11,54 +14,65 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
+from cachesvc.histograms import DEPTHS, bucket
 from cachesvc.limits import MAX_ACCOUNTING_ROWS, MAX_REMEMBERED_PASSES
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
 
 OTHER = "other"
 
-
-@functools.cache
-def tier_name(tier: Tier.ValueType) -> str:
-    return Tier.Name(tier).removeprefix("TIER_").lower()
+HIT: Final = "hit."
+MISS: Final = "miss."
 
 
 @functools.cache
-def reason_name(reason: MissReason.ValueType) -> str:
-    return MissReason.Name(reason).lower()
+def _hit(tier: int) -> str:
+    return HIT + Tier.Name(Tier.ValueType(tier)).removeprefix("TIER_").lower()
 
 
-_PARTIAL_TAIL = reason_name(MissReason.PARTIAL_TAIL)
+@functools.cache
+def _miss(reason: MissReason.ValueType) -> str:
+    return MISS + MissReason.Name(reason).lower()
 
 
-@dataclass
-class Row:
-    """Totals of one traffic class and model, in tokens unless the name says otherwise."""
+_PARTIAL_TAIL = _miss(MissReason.PARTIAL_TAIL)
 
-    passes: int = 0
-    input: int = 0
-    local: int = 0
-    pending: int = 0
-    hits: Counter[str] = field(default_factory=Counter)
-    misses: Counter[str] = field(default_factory=Counter)
-    loaded_bytes: int = 0
-    stored_blocks: int = 0
-    stored_bytes: int = 0
+Row = Counter[str]
+
+
+class RowKey(NamedTuple):
+    traffic_class: str
+    model: str
+    tenant: str = ""
 
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass added to its row."""
+    """One pass, and what it has added to its row."""
 
     row: Row
     block_tokens: int
-    input: int
     local: int
-    pending: int = 0
+    counts: dict[str, int]
+    number: int
+    again: bool
+    """Whether it had asked before."""
     settled: bool = False
-    hits: dict[str, int] = field(default_factory=dict)
-    misses: dict[str, int] = field(default_factory=dict)
+    ages: list[tuple[int, int]] = field(default_factory=list)
+    """Of the matched blocks, in order: bucket of the time since their last use, and how many there are of it."""
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self.row[name] += count
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def withdraw(self) -> None:
+        for name, count in self.counts.items():
+            self.row[name] -= count
+        self.settled = True
 
 
 class Accounting:
@@ -66,18 +80,18 @@ class Accounting:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[tuple[str, str], Row] = {}
+        self._rows: dict[RowKey, Row] = {}
         self._passes: OrderedDict[bytes, Pass] = OrderedDict()
+        self._opened = 0
 
-    def row(self, traffic_class: str, model: str) -> Row:
+    def row(self, key: RowKey) -> Row:
         with self._lock:
-            return self._row(traffic_class, model)
+            return self._row(key)
 
     def open(
         self,
         pass_id: bytes,
-        traffic_class: str,
-        model: str,
+        key: RowKey,
         *,
         block_tokens: int,
         input_tokens: int,
@@ -92,29 +106,22 @@ class Accounting:
         """
         matched = max(matched_blocks * block_tokens, local_tokens)
         asked = max(asked_blocks * block_tokens, matched)
-        misses = {}
+        counts = {"passes": 1, "input": input_tokens, "local": local_tokens, "pending": matched - local_tokens}
         if asked > matched:
-            misses[reason_name(reason)] = asked - matched
+            counts[_miss(reason)] = asked - matched
         if input_tokens > asked:
-            misses[_PARTIAL_TAIL] = input_tokens - asked
+            counts[_PARTIAL_TAIL] = input_tokens - asked
         with self._lock:
-            opened = Pass(
-                self._row(traffic_class, model),
-                block_tokens,
-                input_tokens,
-                local_tokens,
-                pending=matched - local_tokens,
-                misses=misses,
-            )
+            self._opened += 1
+            earlier = self._passes.pop(pass_id, None) if pass_id else None
+            opened = Pass(self._row(key), block_tokens, local_tokens, {}, self._opened, earlier is not None)
+            if earlier is not None:
+                earlier.withdraw()
             if pass_id:
-                earlier = self._passes.pop(pass_id, None)
-                if earlier is not None:
-                    self._apply(earlier, -1)
-                    earlier.settled = True
                 self._passes[pass_id] = opened
                 if len(self._passes) > MAX_REMEMBERED_PASSES:
                     self._passes.popitem(last=False)
-            self._apply(opened, +1)
+            opened.add(counts)
         return opened
 
     def settle(self, opened: Pass, tiers: bytes, loaded_blocks: int, reason: MissReason.ValueType) -> None:
@@ -127,58 +134,47 @@ class Accounting:
             if opened.settled:
                 return
             opened.settled = True
-            row = opened.row
             own, part = divmod(opened.local, opened.block_tokens)
             used = tiers[own:loaded_blocks]
-            left = opened.pending
+            left = opened.counts["pending"]
+            counts = {"pending": -left}
             for tier in set(used):
-                tokens = used.count(tier) * opened.block_tokens - (part if tier == used[0] else 0)
-                name = tier_name(Tier.ValueType(tier))
-                opened.hits[name] = tokens
-                row.hits[name] += tokens
-                left -= tokens
+                counts[_hit(tier)] = used.count(tier) * opened.block_tokens - (part if tier == used[0] else 0)
+                left -= counts[_hit(tier)]
             if left:
-                name = reason_name(reason)
-                opened.misses[name] = opened.misses.get(name, 0) + left
-                row.misses[name] += left
-            row.pending -= opened.pending
-            opened.pending = 0
+                counts[_miss(reason)] = left
+            hit = -counts["pending"] - left
+            counts[f"depth.{bucket(DEPTHS, hit)}"] = 1
+            position = 0
+            for age, blocks in opened.ages:
+                first, position = position, position + blocks
+                tokens = (min(position, loaded_blocks) - max(first, own)) * opened.block_tokens
+                if tokens > 0:
+                    name = f"age.{age}"
+                    counts[name] = counts.get(name, 0) + tokens
+            opened.add(counts)
 
-    def unreachable(self, traffic_class: str, model: str, tokens: int) -> None:
+    def unreachable(self, key: RowKey, tokens: int) -> None:
         """Counts input of passes that could not ask the daemon."""
-        with self._lock:
-            row = self._row(traffic_class, model)
-            row.input += tokens
-            row.misses[reason_name(MissReason.UNREACHABLE)] += tokens
+        self.add(self.row(key), {"input": tokens, _miss(MissReason.UNREACHABLE): tokens})
 
-    def add(self, row: Row, *, loaded_bytes: int = 0, stored_blocks: int = 0, stored_bytes: int = 0) -> None:
+    def add(self, row: Row, counts: Mapping[str, int]) -> None:
+        """Counts what belongs to no pass, or stays when its pass is withdrawn."""
         with self._lock:
-            row.loaded_bytes += loaded_bytes
-            row.stored_blocks += stored_blocks
-            row.stored_bytes += stored_bytes
+            for name, count in counts.items():
+                row[name] += count
 
-    def rows(self) -> list[tuple[str, str, Row]]:
-        """Copies of all rows, by class and model."""
+    def rows(self) -> list[tuple[RowKey, Row]]:
+        """Copies of all rows, by class, model and tenant."""
         with self._lock:
-            return [
-                (c, m, Row(**{**vars(row), "hits": Counter(row.hits), "misses": Counter(row.misses)}))
-                for (c, m), row in sorted(self._rows.items())
-            ]
+            return [(key, Counter(row)) for key, row in sorted(self._rows.items())]
 
-    def _row(self, traffic_class: str, model: str) -> Row:
-        key = (traffic_class, model)
+    def _row(self, key: RowKey) -> Row:
         if key not in self._rows and len(self._rows) >= MAX_ACCOUNTING_ROWS:
-            key = (traffic_class, OTHER)
-        return self._rows.setdefault(key, Row())
+            key = RowKey(key.traffic_class, OTHER, OTHER)
+        return self._rows.setdefault(key, Counter())
 
-    @staticmethod
-    def _apply(counted: Pass, sign: int) -> None:
-        row = counted.row
-        row.passes += sign
-        row.input += sign * counted.input
-        row.local += sign * counted.local
-        row.pending += sign * counted.pending
-        for name, tokens in counted.hits.items():
-            row.hits[name] += sign * tokens
-        for name, tokens in counted.misses.items():
-            row.misses[name] += sign * tokens
+
+def by_prefix(counts: Iterable[tuple[str, int]], prefix: str) -> dict[str, int]:
+    """Counts whose name begins so, without it and without zeros; ``HIT`` and ``MISS`` are such beginnings."""
+    return {name.removeprefix(prefix): count for name, count in sorted(counts) if count and name.startswith(prefix)}

@@ -14,10 +14,12 @@ from typing import Final
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
 from cachesvc.ghosts import Ghosts
+from cachesvc.histograms import AGES, bucket
 from cachesvc.index.table import Entry, Table
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
+from cachesvc.trace.recorder import Event, Recorder
 
 # Look-ups whose blocks are noted as used before the notes are put together.
 _MAX_NOTES: Final = 16
@@ -33,6 +35,8 @@ class Catalog:
         self._table: Table = {}
         self._ghosts = Ghosts()
         self._dirty: set[bytes] = set()
+        self._lifetimes: Counter[int] = Counter()
+        self._recorder: Recorder | None = None
         self._used: list[Sequence[bytes]] = []
         """Blocks of look-ups, still to be put into `_dirty`."""
 
@@ -40,8 +44,10 @@ class Catalog:
 
     def match(
         self, identities: Sequence[Sequence[bytes]], shapes: Sequence[Shape], traffic_class: TrafficClass
-    ) -> tuple[list[list[Entry]], MissReason.ValueType]:
+    ) -> tuple[list[list[Entry]], MissReason.ValueType, Event | None]:
         """The longest stored prefix: its entries by shard and block, and why the next block is missing.
+
+        Also the place of this look-up in the recording, to be filled, if there is one.
 
         `identities` are block ids by shard and block, `shapes` those expected by shard: a block of another size or
         namespace is a miss, and so is one that lacks a shard. `touch` is to follow for what is used.
@@ -57,9 +63,10 @@ class Catalog:
                     length = len(entries)
                     reason = self._why_not_locked(ids[length], now)
                 found.append(entries)
+            place = self._recorder.place() if self._recorder is not None else None
         for entries in found:
             del entries[length:]
-        return found, reason
+        return found, reason, place
 
     def touch(
         self, identities: Sequence[Sequence[bytes]], found: Sequence[Sequence[Entry]], traffic_class: TrafficClass
@@ -135,12 +142,16 @@ class Catalog:
         with self.lock:
             now = self._clock.now()
             table = self._table
+            added: list[bytes] = []
             for identity, entry in blocks:
                 old = table.get(identity)
                 # One that has expired is replaced, not dropped: its slot is by now the new one's.
                 if old is None or old.expires <= now:
                     table[identity] = entry
                     self._ghosts.forget(identity)
+                    added.append(identity)
+            if self._recorder is not None:
+                self._recorder.stored(added)
 
     def drop(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         """Forgets a block, unless it lies elsewhere by now, and remembers why."""
@@ -161,14 +172,28 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._table)
 
+    def lifetimes(self) -> dict[int, int]:
+        """Blocks dropped so far, by age (bucket of `histograms.AGES`)."""
+        with self.lock:
+            return dict(self._lifetimes)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From here on tells it what is stored, asked and dropped, beginning with what is there. Raises `OSError`."""
+        with self.lock:
+            self._recorder = None
+            if recorder is not None:
+                recorder.start(self._table)
+                self._recorder = recorder
+
     def census(self) -> dict[str, tuple[int, int]]:
         """Blocks and payload bytes by traffic class."""
         rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         with self.lock:
-            for entry in self._table.values():
-                row = rows[entry.traffic_class.name]
-                row[0] += 1
-                row[1] += entry.shape.payload_bytes
+            entries = list(self._table.values())
+        for entry in entries:  # look-ups do not wait for that
+            row = rows[entry.traffic_class.name]
+            row[0] += 1
+            row[1] += entry.shape.payload_bytes
         return {name: (blocks, size) for name, (blocks, size) in rows.items()}
 
     # ---- under the lock ------------------------------------------------------------------------------------------
@@ -190,6 +215,9 @@ class Catalog:
             self.on_drop(identity)
             self._ghosts.remember(identity, reason)
             self._dirty.add(identity)
+            self._lifetimes[bucket(AGES, self._clock.now() - entry.created)] += 1
+            if self._recorder is not None:
+                self._recorder.dropped(identity, reason)
             self._events[f"{MissReason.Name(reason).lower()}_blocks"] += 1
 
     def live_locked(self, segment: Segment) -> Iterator[tuple[bytes, Entry]]:

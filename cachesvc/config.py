@@ -7,6 +7,7 @@ value came from.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import shutil
@@ -22,9 +23,11 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from cachesvc.classes import CLASS_NAME, DEFAULT_TTLS
 from cachesvc.errors import ConfigError
-from cachesvc.limits import MAX_PAYLOAD_BYTES, GiB, MiB
+from cachesvc.limits import DEFAULT_RECORD_BYTES, MAX_PAYLOAD_BYTES, GiB, MiB
 from cachesvc.record import PAGE
 from cachesvc.rpc.address import MAX_SOCKET_PATH_BYTES, default_socket_path
+
+log = logging.getLogger("cachesvc.config")
 
 ARENA_SUFFIX: Final = ".arena"
 """What follows the socket's path in the path of the arena's socket."""
@@ -62,10 +65,14 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 
 
+_PREFIX: Final = "CACHESVC_"
+_OTHER_VARIABLES: Final = ("config", "address", "model_dir")  # of the command line, of clients, of the demonstration
+
+
 class Config(BaseSettings):
     """Everything an operator can set. Sizes take units (``20GB``, ``512MiB``), durations too (``3d``, ``12h``)."""
 
-    model_config = SettingsConfigDict(env_prefix="CACHESVC_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
     store: Path = Field(
         default_factory=lambda: platformdirs.user_cache_path("cachesvc") / "store",
@@ -85,6 +92,10 @@ class Config(BaseSettings):
     workers: int = Field(16, ge=1, le=256, description="calls served at once")
     classes: dict[str, Duration] = Field(
         default_factory=lambda: dict(DEFAULT_TTLS), description="traffic classes and their TTL since last use"
+    )
+    record: bool = Field(False, description="record what is asked, without content, for `cachesvc replay`")
+    record_bytes: Size = Field(
+        DEFAULT_RECORD_BYTES, ge=MiB, description="bytes of recorded traces kept, below the store's directory"
     )
     log_level: str = Field("info", description="debug, info, warning or error")
     clock_offset_file: Path | None = Field(
@@ -181,6 +192,11 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
         from_environment = EnvSettingsSource(Config)()
     except ValueError as error:
         raise ConfigError(f'environment: {error}; CACHESVC_CLASSES is JSON, such as {{"agent": "3d"}}') from error
+    for name in sorted(os.environ):
+        known = {*Config.model_fields, *_OTHER_VARIABLES}
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).lower() not in known:
+            # Not an error: orchestrators put variables of their own beside ours.
+            log.warning("environment variable %s names no setting of the daemon", name)
     merged: dict[str, Any] = {**from_file, **from_environment, **flags}
     sources = dict.fromkeys(Config.model_fields, "default")
     sources |= dict.fromkeys(from_file, f"file {file}")

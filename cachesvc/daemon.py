@@ -55,7 +55,14 @@ def serve(config: Config) -> None:
     )
     try:
         arena_socket = config.socket.absolute().with_name(config.socket.name + ARENA_SUFFIX)
-        service = Service(store, classes, clock, arena_socket=str(arena_socket))
+        service = Service(
+            store,
+            classes,
+            clock,
+            arena_socket=str(arena_socket),
+            record_bytes=config.record_bytes,
+            record=config.record,
+        )
         server = GrpcServer(service, socket=config.socket, listen=config.listen, workers=config.workers)
         local = LocalServer(service, arena_socket)
         bulk = BulkServer(service, split_host_port(config.listen)[0]) if config.listen else None
@@ -85,6 +92,7 @@ def serve(config: Config) -> None:
             if bulk is not None:
                 bulk.stop()
             server.stop(SHUTDOWN_GRACE)
+            service.close()
     finally:
         store.close()
     log.info("store is closed cleanly")

@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
@@ -197,7 +197,7 @@ class DiskTier:
         try:
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(target, text)
+                write_atomically(target, text.encode())
         except OSError as error:
             log.warning("cannot write %s: %s", target, error.strerror)
 
@@ -344,12 +344,15 @@ class DiskTier:
     def _sync_block(self, identity: bytes) -> None:
         """Makes sure that the record of a block is on disk: a sealed segment is, an open one is synced."""
         entry = self.catalog.where(identity)
+        if entry is None or entry.segment is None or entry.segment.sealed:
+            return
         for writer, segment in self._writers.values():
-            if entry is not None and segment is entry.segment:
+            if segment is entry.segment:
                 if segment.synced < segment.records:
                     writer.sync()
                     segment.synced = segment.records
                 return
+        raise WriteRefused(f"{entry.segment.path} could not be sealed: its records may not be on the device")
 
     def _make_room(self, payload_bytes: int, blocks: int, *, opens: bool) -> None:
         """Drops the oldest segments until one more record fits; writing kept blocks again has room of its own."""
@@ -377,9 +380,11 @@ class DiskTier:
             now = self._clock.now()
             here = [(i, e) for i, e in self.catalog.live_locked(segment) if e.expires > now]
         kept = [(i, e) for i, e in here if e.touched][: int(segment.records * kept_share)]
-        self._write_again(segment, kept)
+        safe = self._write_again(segment, kept)
         with self._lock:
             segment.pins -= 1
+            if not safe and reason is MissReason.EXPIRED:
+                return  # what is still wanted has no other place: a later round tries again
             for identity, entry in self.catalog.live_locked(segment):
                 self.catalog.drop_locked(identity, entry, MissReason.EXPIRED if entry.expires <= now else reason)
             if segment.pins:
@@ -395,7 +400,10 @@ class DiskTier:
         self._record(delete=dropped, drop_segment=segment.number)
         self.events["reclaimed_segments"] += 1
 
-    def _write_again(self, segment: Segment, kept: list[tuple[bytes, Entry]]) -> None:
+    def _write_again(self, segment: Segment, kept: list[tuple[bytes, Entry]]) -> bool:
+        """True when the new copies are on the device, so that the old ones may go."""
+        if kept and not self.accepts_writes():
+            return False
         batch = max(1, MAX_READ_BYTES // segment.head.stride)
         for start in range(0, len(kept), batch):
             for traffic_class, group in _by_class(kept[start : start + batch]).items():
@@ -413,7 +421,14 @@ class DiskTier:
                     self.events["rewritten_blocks"] += len(blocks)
                 except WriteRefused as error:
                     self._write_failed(error)
-                    return
+                    return False
+        try:
+            for identity, _ in kept:
+                self._sync_block(identity)
+        except WriteRefused as error:
+            self._write_failed(error)
+            return False
+        return True
 
     def _write_failed(self, error: WriteRefused) -> None:
         self.events["write_refusals"] += 1
@@ -480,11 +495,14 @@ class DiskTier:
                 unknown.append(path)
                 continue
             trusted[stored.number] = self._register(stored.number, path, head, records, size, sealed=True)
-        self._load_entries(trusted, entries)
+        untrusted = self._load_entries(trusted, entries)
         for done, path in enumerate(unknown, 1):
-            self._recover_file(path, known.get(str(path.relative_to(self.path))))
+            self._recover_file(path, known.get(str(path.relative_to(self.path))), untrusted)
             if done % 100 == 0 or done == len(unknown):
                 log.info("recovered %d of %d segments from their files", done, len(unknown))
+        gone = [identity for identity in untrusted if self.catalog.where(identity) is None]
+        if gone:
+            self._record(delete=gone)
         present = {str(segment.path.relative_to(self.path)) for segment in self._segments.values()}
         for name, stored in known.items():
             if name not in present:
@@ -506,12 +524,15 @@ class DiskTier:
         self._used += size
         return segment
 
-    def _load_entries(self, trusted: dict[int, Segment], entries: list[tuple[bytes, StoredEntry]]) -> None:
-        gone: list[bytes] = []
+    def _load_entries(
+        self, trusted: dict[int, Segment], entries: list[tuple[bytes, StoredEntry]]
+    ) -> dict[bytes, StoredEntry]:
+        """Returns those of segments that are not trusted: they tell use times, but not what is there."""
+        untrusted: dict[bytes, StoredEntry] = {}
         for identity, stored in entries:
             segment = trusted.get(stored.segment)
             if segment is None or stored.record >= segment.records:
-                gone.append(identity)
+                untrusted[identity] = stored
                 continue
             traffic_class = self._classes.of_file(stored.traffic_class, segment.head.ttl)
             entry = Entry(
@@ -526,10 +547,10 @@ class DiskTier:
             )
             segment.place(identity, stored.record)
             self.catalog.insert_locked(identity, entry)
-        if gone:
-            self._record(delete=gone)
+        return untrusted
 
-    def _recover_file(self, path: Path, stored: StoredSegment | None) -> None:
+    def _recover_file(self, path: Path, stored: StoredSegment | None, uses: Mapping[bytes, StoredEntry]) -> None:
+        """Takes the blocks that a file holds; `uses` may know later uses of them than the file does."""
         try:
             found = read_segment(path)
         except (ForeignFile, OSError) as error:
@@ -553,14 +574,18 @@ class DiskTier:
             segment.place(identity, record.number)
             old = self.catalog.where(identity)
             if old is None or old.used < record.used:
+                used, traffic_class = record.used, segment.traffic_class
+                use = uses.get(identity)
+                if use is not None and (use.segment, use.record) == (number, record.number) and use.used > used:
+                    used, traffic_class = use.used, self._classes.of_file(use.traffic_class, found.head.ttl)
                 entry = Entry(
                     segment.shape,
                     segment,
                     record.number,
                     record.checksum,
                     record.created,
-                    record.used,
-                    segment.traffic_class,
+                    used,
+                    traffic_class,
                     record.used,
                 )
                 self.catalog.insert_locked(identity, entry)

@@ -29,6 +29,7 @@ import xxhash
 
 BLOCK_TOKENS: Final = 128
 KEY_BYTES: Final = 16
+TENANT_BYTES: Final = 8
 DIGEST_BYTES: Final = 32
 KEY_SCHEME_VERSION: Final = 1
 
@@ -180,6 +181,11 @@ def chain_keys(namespace: Namespace, tokens: Tokens, *, salt: bytes = b"", adapt
     hasher = PrefixHasher(namespace, salt=salt, adapter=adapter)
     hasher.extend(tokens)
     return hasher.keys
+
+
+def tenant_id(salt: bytes) -> bytes:
+    """8 bytes that tell tenants apart without telling their salt; empty for the empty salt."""
+    return hashlib.sha256(b"cachesvc tenant\0" + salt).digest()[:TENANT_BYTES] if salt else b""
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:

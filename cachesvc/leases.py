@@ -140,6 +140,9 @@ class LeaseTable(Generic[Lease]):
         """It, whatever its time, or None."""
         return self._leases.get(identity)
 
+    def identities(self) -> list[bytes]:
+        return list(self._leases)
+
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 

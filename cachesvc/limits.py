@@ -35,7 +35,7 @@ MAX_ATTACHMENTS: Final = 4_096
 # Passes remembered so that a repeated Match is accounted once; the oldest is forgotten first.
 MAX_REMEMBERED_PASSES: Final = 65_536
 
-# Rows of the accounting (class and model). Past it, further models are counted under "other".
+# Rows of the accounting (class, model, tenant). Past it, further ones are counted under "other".
 MAX_ACCOUNTING_ROWS: Final = 1_024
 
 # Dropped keys remembered with the reason, so that a miss can be explained; the oldest is forgotten first.
@@ -77,3 +77,16 @@ WRITE_RETRY_SECONDS: Final = 5.0
 
 # Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
 SLICES_PER_TTL: Final = 24
+
+# Rollups: days kept, and bytes of their files; past either the oldest day is removed.
+ROLLUP_DAYS: Final = 30
+MAX_ROLLUP_BYTES: Final = 64 * MiB
+
+# Buckets that one History streams; more are refused: ask for wider ones.
+MAX_HISTORY_BUCKETS: Final = 50_000
+
+# Bytes of trace files that a recording keeps unless told otherwise; past them the oldest file is removed.
+DEFAULT_RECORD_BYTES: Final = 256 * MiB
+
+# Events of the recording that wait to be written; past it they are lost, which is counted.
+MAX_QUEUED_EVENTS: Final = 100_000

@@ -7,6 +7,7 @@ arena: they are told slot positions instead of being sent bytes.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections import Counter
@@ -17,24 +18,28 @@ from itertools import chain, repeat
 from typing import Final
 
 from cachesvc import __version__
-from cachesvc.accounting import Accounting, Row
+from cachesvc.accounting import HIT, MISS, Pass, Row, RowKey, by_prefix
 from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
-from cachesvc.classes import TrafficClasses
+from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, WriteRefused
-from cachesvc.index.table import block_ids
-from cachesvc.keys import KEY_BYTES
+from cachesvc.index.table import Entry, block_ids
+from cachesvc.keys import KEY_BYTES, TENANT_BYTES
 from cachesvc.leases import LeaseTable, ReadLease, Session, WriteLease, put_chunk
 from cachesvc.limits import (
+    DEFAULT_RECORD_BYTES,
     MAX_CHUNK_BYTES,
+    MAX_HISTORY_BUCKETS,
     MAX_KEYS,
     MAX_LEASE_SECONDS,
     MAX_LOAD_WAIT_MS,
     MAX_PAYLOAD_BYTES,
 )
+from cachesvc.observer import Observer
 from cachesvc.promoter import Hold
 from cachesvc.record import checksum
+from cachesvc.rollups import MINUTE
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.bulk import MAX_HEADS
 from cachesvc.store import Store
@@ -65,11 +70,21 @@ class Service:
     bulk_port = 0
     """Of the bulk channel, as clients are told; 0 when there is none."""
 
-    def __init__(self, store: Store, classes: TrafficClasses, clock: Clock, *, arena_socket: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        classes: TrafficClasses,
+        clock: Clock,
+        *,
+        arena_socket: str = "",
+        record: bool = False,
+        record_bytes: int = DEFAULT_RECORD_BYTES,
+    ) -> None:
         """`arena_socket` is the path that clients on this host are told; empty when there is none."""
         self.boot_id = secrets.token_bytes(16)
-        self.accounting = Accounting()
         self.store = store
+        self.observer = Observer(store.disk.path, store.catalog, clock, self._gauges, record_bytes)
+        self.accounting = self.observer.accounting
         self.events: Counter[str] = Counter()
         self._classes = classes
         self._clock = clock
@@ -81,6 +96,8 @@ class Service:
         self._writes: LeaseTable[WriteLease] = LeaseTable(clock)
         self._being_written: set[bytes] = set()
         self._passes: dict[bytes, bytes] = {}
+        if record:
+            self.observer.record(on=True)
 
     # ---- calls of readers ----------------------------------------------------------------------------------------
 
@@ -112,20 +129,22 @@ class Service:
             )
         if len(request.pass_id) not in (0, 16):
             raise InvalidCall(f"pass_id has {len(request.pass_id)} bytes; it must have 16 or be empty")
+        if len(request.tenant) not in (0, TENANT_BYTES):
+            raise InvalidCall(f"tenant has {len(request.tenant)} bytes; it must have {TENANT_BYTES} or be empty")
         _check_shard(request.shard, len(attachment.shapes))
         if request.pass_id:
             self._end_pass(request.pass_id)
         if count * len(attachment.shapes) > MAX_KEYS:
             raise InvalidCall(f"{count} keys of {len(attachment.shapes)} shards are asked; {MAX_KEYS} in all can be")
         identities = [block_ids(request.keys, shard) for shard in range(len(attachment.shapes))]
-        entries, first_miss = self.store.catalog.match(identities, attachment.shapes, traffic_class)
-        matched = len(entries[0])
+        row = RowKey(traffic_class.name, attachment.model, request.tenant.hex())
         if request.unreachable_tokens:
-            self.accounting.unreachable(traffic_class.name, attachment.model, min(request.unreachable_tokens, 2**40))
+            self.observer.unreachable(row, min(request.unreachable_tokens, 2**40))
+        entries, first_miss, place = self.store.catalog.match(identities, attachment.shapes, traffic_class)
+        matched = len(entries[0])
         opened = self.accounting.open(
             request.pass_id,
-            traffic_class.name,
-            attachment.model,
+            row,
             block_tokens=attachment.block_tokens,
             input_tokens=request.input_tokens,
             local_tokens=request.local_tokens,
@@ -133,13 +152,15 @@ class Service:
             matched_blocks=matched,
             reason=first_miss,
         )
+        if place is not None:
+            self.observer.record_ask(place, opened, row, request, identities)
         for ids in identities:
             del ids[matched:]
         reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss)
         if not matched or matched < request.min_blocks:
             reply.tiers = self._tiers(identities[0])
-            self.store.touch(identities, entries, traffic_class, None)
-            self.accounting.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
+            self._looked_up(opened, request.keys, identities, entries, traffic_class, None)
+            self.observer.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
             return reply
         segments = self.store.disk.pin(entries)
         lease = ReadLease(0.0, opened, identities, entries, segments, b"", request.pass_id, session=session)
@@ -149,7 +170,7 @@ class Service:
                 reply.lease_id = lease.identity = self._reads.add(lease)
             except CallError:
                 self.store.disk.unpin(segments)
-                self.accounting.settle(opened, b"", 0, pb.MissReason.LOAD_ERROR)
+                self.observer.settle(opened, b"", 0, pb.MissReason.LOAD_ERROR)
                 raise
             if request.pass_id:
                 self._passes[request.pass_id] = reply.lease_id
@@ -159,9 +180,9 @@ class Service:
             hold = self._hold(lease, request.shard)
             reply.slots, reply.checksums = _positions(hold.slots)
             lease.tiers = reply.tiers = _tiers_of(hold.slots)
-            session.later = partial(self.store.touch, identities, entries, traffic_class, hold)
+            session.later = partial(self._looked_up, opened, request.keys, identities, entries, traffic_class, hold)
         else:
-            self.store.touch(identities, entries, traffic_class, None)
+            self._looked_up(opened, request.keys, identities, entries, traffic_class, None)
             lease.tiers = reply.tiers = self._tiers(identities[0])
         return reply
 
@@ -202,7 +223,7 @@ class Service:
             for batch in self.store.read(identities, entries, max(1, min(at_least // size, MAX_HEADS))):
                 yield [Payload(number + i, data, total) for i, (data, total) in enumerate(batch)]
                 number += len(batch)
-                self.accounting.add(lease.pass_.row, loaded_bytes=size * len(batch))
+                self.accounting.add(lease.pass_.row, {"loaded_bytes": size * len(batch)})
         except BlockUnreadable as error:
             reason = pb.MissReason.CORRUPT if error.corrupt else pb.MissReason.LOAD_ERROR
             yield [Payload(number, memoryview(b""), 0, reason)]
@@ -257,6 +278,7 @@ class Service:
                 if session is not None:
                     session.writes.add(reply.lease_id)
         reply.states = bytes(states)
+        self.observer.stored(request.keys)
         if session is not None:
             positions = [NO_SLOT] * len(identities)
             for index, slot in lease.staged.items():
@@ -359,6 +381,7 @@ class Service:
                         lease.session.aside[identity] = slots
         for _, read in reads:
             self._end_read(read, 0, pb.MissReason.TIMED_OUT)
+        self.observer.maintain()
 
     def saving(self, session: Session) -> bool:
         """Whether the client holds slots that it is to commit."""
@@ -402,15 +425,15 @@ class Service:
             write_leases=len(self._writes),
             staged_bytes=staged,
             attachments=len(self._attachments),
-            events=dict(store.events + self.events),
+            events=dict(store.events + self.events + self.observer.events),
             health=store.disk.health,
             store_path=str(store.disk.path),
             arena_bytes=store.arena.memory.size,
             arena_used_bytes=store.arena.bytes_used,
             arena_dirty_bytes=store.arena.bytes_unflushed,
         )
-        for name, model, row in self.accounting.rows():
-            reply.lookups.append(_lookup_row(name, model, row))
+        for key, row in self.accounting.rows():
+            reply.lookups.append(_lookup_row(key, row))
         for traffic_class in self._classes:
             count, size = census.get(traffic_class.name, (0, 0))
             reply.classes.add(
@@ -418,7 +441,72 @@ class Service:
             )
         return reply
 
+    def history(self, request: pb.HistoryRequest) -> Iterator[pb.HistoryBucket]:
+        width = request.bucket_seconds
+        if width % MINUTE:
+            raise InvalidCall(f"bucket_seconds {width} is not a multiple of {MINUTE}")
+        until = request.until or math.inf
+        if not 0 <= request.since <= until:
+            raise InvalidCall(f"since {request.since} and until {request.until} are no span of time")
+        buckets = self.observer.history(request.since, until, width)
+        if len(buckets) > MAX_HISTORY_BUCKETS:
+            raise InvalidCall(f"{len(buckets)} buckets; the limit is {MAX_HISTORY_BUCKETS}: ask for wider ones")
+        for start, counts in buckets.items():
+            rows = [
+                pb.HistoryRow(traffic_class=key.traffic_class, model=key.model, tenant=key.tenant, counts=row)
+                for key, row in counts.rows.items()
+            ]
+            yield pb.HistoryBucket(start=start, rows=rows, counts=counts.other, store=counts.store)
+
+    def record(self, request: pb.RecordRequest) -> pb.RecordReply:
+        if request.change not in pb.Recording.values():
+            raise InvalidCall(f"change is {request.change}, which is no Recording")
+        recorder = self.observer.recorder
+        try:
+            if request.change != pb.Recording.RECORDING_UNCHANGED:
+                self.observer.record(on=request.change == pb.Recording.RECORDING_ON)
+        except OSError as error:
+            raise InvalidCall(f"cannot record into {recorder.path}: {error.strerror}") from error
+        return pb.RecordReply(
+            boot_id=self.boot_id,
+            on=self.observer.recording,
+            path=str(recorder.path),
+            bytes=recorder.size,
+            budget_bytes=recorder.budget,
+            lost_events=recorder.lost,
+        )
+
+    def close(self) -> None:
+        """Ends all leases, so that everything is counted, and keeps the counts."""
+        with self._lock:
+            reads = [lease for identity in list(self._reads.identities()) if (lease := self._reads.pop(identity))]
+        for read in reads:
+            self._end_read(read, 0, pb.MissReason.TIMED_OUT)
+        self.observer.close()
+
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _looked_up(
+        self,
+        opened: Pass,
+        keys: bytes,
+        identities: Sequence[Sequence[bytes]],
+        entries: Sequence[Sequence[Entry]],
+        traffic_class: TrafficClass,
+        hold: Hold | None,
+    ) -> None:
+        """What is left to do for a look-up once it is answered."""
+        self.observer.asked(opened, keys, entries[0])
+        self.store.touch(identities, entries, traffic_class, hold)
+
+    def _gauges(self) -> dict[str, int]:
+        return {
+            "bytes": self.store.disk.bytes_used,
+            "budget": self.store.disk.budget,
+            "blocks": len(self.store.catalog),
+            "arena_used": self.store.arena.bytes_used,
+            "arena": self.store.arena.memory.size,
+        }
 
     def _leased(self, lease_id: bytes, first: int, count: int, shard: int) -> tuple[ReadLease, int]:
         """The read lease and the end of the wanted blocks. Raises `LeaseEnded`, `InvalidCall`."""
@@ -466,10 +554,10 @@ class Service:
         for hold in holds:
             self.store.end(hold)
         self.store.disk.unpin(lease.segments)
-        self.accounting.settle(lease.pass_, lease.tiers, loaded, reason)
+        self.observer.settle(lease.pass_, lease.tiers, loaded, reason)
         if lease.session is not None:
             size = sum(entries[0].shape.payload_bytes for entries in lease.entries)
-            self.accounting.add(lease.pass_.row, loaded_bytes=size * min(loaded, len(lease.entries[0])))
+            self.accounting.add(lease.pass_.row, {"loaded_bytes": size * min(loaded, len(lease.entries[0]))})
 
     def _settle(self, lease: WriteLease, taken: dict[int, Slot], checksums: dict[int, int], *, durable: bool) -> None:
         """Checks what came over the wire and stores it, and notes the outcome in `lease.settled`.
@@ -497,8 +585,8 @@ class Service:
         except WriteRefused:
             state = pb.CommitState.WRITE_REFUSED
         else:
-            row = self.accounting.row(lease.traffic_class.name, lease.attachment.model)
-            self.accounting.add(row, stored_blocks=len(good), stored_bytes=shape.payload_bytes * len(good))
+            row = self.accounting.row(RowKey(lease.traffic_class.name, lease.attachment.model))
+            self.accounting.add(row, {"stored_blocks": len(good), "stored_bytes": shape.payload_bytes * len(good)})
         lease.settled.update(dict.fromkeys(good, state))
         if damaged:
             mismatch = pb.CommitState.CHECKSUM_MISMATCH
@@ -558,17 +646,19 @@ def _count_keys(packed: bytes) -> int:
     return count
 
 
-def _lookup_row(traffic_class: str, model: str, row: Row) -> pb.LookupRow:
+def _lookup_row(key: RowKey, row: Row) -> pb.LookupRow:
     return pb.LookupRow(
-        traffic_class=traffic_class,
-        model=model,
-        passes=row.passes,
-        input_tokens=row.input,
-        local_tokens=row.local,
-        pending_tokens=row.pending,
-        hit_tokens=dict(+row.hits),
-        miss_tokens=dict(+row.misses),
-        loaded_bytes=row.loaded_bytes,
-        stored_blocks=row.stored_blocks,
-        stored_bytes=row.stored_bytes,
+        traffic_class=key.traffic_class,
+        model=key.model,
+        tenant=key.tenant,
+        passes=row["passes"],
+        input_tokens=row["input"],
+        local_tokens=row["local"],
+        pending_tokens=row["pending"],
+        hit_tokens=by_prefix(row.items(), HIT),
+        miss_tokens=by_prefix(row.items(), MISS),
+        new_tokens=row["new"],
+        loaded_bytes=row["loaded_bytes"],
+        stored_blocks=row["stored_blocks"],
+        stored_bytes=row["stored_bytes"],
     )

@@ -60,7 +60,7 @@ def next_epoch(path: Path) -> tuple[str, int]:
         raise StoreUnusable(f"store {path} has format {state['format']}; this build reads {FORMAT}")
     state["epoch"] += 1
     try:
-        write_atomically(target, json.dumps(state))
+        write_atomically(target, json.dumps(state).encode())
     except OSError as error:
         # A full disk must not keep the stored blocks from being served; names stay unique by a random daemon id.
         log.warning("cannot write %s: %s", target, error.strerror)
@@ -68,10 +68,10 @@ def next_epoch(path: Path) -> tuple[str, int]:
     return state["daemon"], state["epoch"]
 
 
-def write_atomically(target: Path, text: str) -> None:
+def write_atomically(target: Path, content: bytes) -> None:
     scratch = target.with_suffix(".tmp")
-    with scratch.open("w") as file:
-        file.write(text)
+    with scratch.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(target)

@@ -126,7 +126,7 @@ class Arena:
             self._own.session, reply, descriptors = self._connect(time.monotonic() + timeout_s)
         except OSError as error:
             raise ArenaUnavailable(f"{path}: {error.strerror or error}") from error
-        except CacheError as error:
+        except (CacheError, EOFError) as error:
             raise ArenaUnavailable(f"{path}: {error}") from error
         try:
             read, write = descriptors
@@ -157,7 +157,7 @@ class Arena:
         deadline = time.monotonic() + timeout_s
         try:
             return self._open(deadline).alive
-        except (CacheError, OSError, EOFError, DecodeError):
+        except (CacheError, OSError, EOFError):
             return False
 
     @property
@@ -293,6 +293,9 @@ def _attach(session: Session, request: Any, deadline: float) -> tuple[Any, list[
             raise EOFError("the daemon closed the connection")
         session.frames.feed(first)
         return _reply(session.frames, "Attach", deadline), descriptors
+    except DecodeError as error:
+        _close_all(descriptors)
+        raise EOFError(f"the answer to Attach cannot be read: {error}") from error
     except BaseException:
         _close_all(descriptors)
         raise

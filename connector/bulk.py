@@ -66,7 +66,8 @@ class BulkChannel:
         self._host = host
         self._port = port
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[tuple[Connection, float]] = []
+        """Connections, and since when (monotonic seconds) they are not used."""
         self._busy: set[Connection] = set()
         self._closed = False
 
@@ -74,7 +75,7 @@ class BulkChannel:
         """Ends everything that is under way with `Unreachable`."""
         with self._lock:
             self._closed = True
-            busy, idle, self._idle = list(self._busy), self._idle, []
+            busy, idle, self._idle = list(self._busy), [connection for connection, _ in self._idle], []
         for connection in busy:
             connection.break_off()
         for connection in idle:
@@ -129,14 +130,21 @@ class BulkChannel:
             self._busy.discard(connection)
             good = good and not self._closed and len(self._idle) < MAX_IDLE
             if good:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
         if not good:
             connection.break_off()  # a forked child may hold the socket open
             connection.socket.close()
 
     def _take(self, deadline: float) -> Connection:
+        connection: Connection | None = None
         with self._lock:
-            connection = self._idle.pop() if self._idle and not self._closed else None
+            old = time.monotonic() - bulk.CLIENT_IDLE_SECONDS
+            stale = [idle for idle, since in self._idle if since < old]
+            self._idle = [(idle, since) for idle, since in self._idle if since >= old]
+            if self._idle and not self._closed:
+                connection, _ = self._idle.pop()
+        for idle in stale:
+            idle.socket.close()
         if connection is None:
             with _errors("the bulk channel"):
                 connection = Connection(self._host, self._port, max(0.001, deadline - time.monotonic()))

@@ -165,6 +165,7 @@ class Client:
         min_blocks: int,
         pass_id: bytes,
         unreachable_tokens: int,
+        tenant: bytes = b"",
         deadline_s: float,
     ) -> Match:
         """Waits no longer than `deadline_s`, the rest of what the pass has."""
@@ -178,6 +179,7 @@ class Client:
             lease_ms=attachment.lease_ms(self._options.read_lease_s),
             pass_id=pass_id,
             unreachable_tokens=unreachable_tokens,
+            tenant=tenant,
             shard=self._shard,
         )
         arena, asked = self._arena, time.monotonic()
@@ -205,10 +207,10 @@ class Client:
         positions = slot_positions(reply.slots, ready, "Load")
         return positions, slot_positions(reply.checksums, ready, "Load"), reply.miss
 
-    def get(self, lease_id: bytes, *, first: int, count: int) -> Replies:
+    def get(self, lease_id: bytes, *, first: int, count: int, deadline_s: float) -> Replies:
         """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
         request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
-        replies: Replies = self._start("Get", request, self._options.load_deadline_s)
+        replies: Replies = self._start("Get", request, deadline_s)
         return replies
 
     @property
@@ -216,13 +218,13 @@ class Client:
         """Whether payloads that do not go through shared memory go through the bulk channel."""
         return self._bulk is not None
 
-    def bulk_get(self, lease_id: bytes, *, first: int, count: int) -> BulkReplies:
+    def bulk_get(self, lease_id: bytes, *, first: int, count: int, deadline_s: float) -> BulkReplies:
         """`get` over the bulk channel."""
         request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
         bulk = self._bulk
         if bulk is None:
             raise Unreachable("Get: this client is closed")
-        return bulk.get(request, self._options.load_deadline_s)
+        return bulk.get(request, deadline_s)
 
     def release(
         self, attachment: Attachment, match: Match, loaded_blocks: int, not_loaded: pb.MissReason.ValueType

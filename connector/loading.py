@@ -200,9 +200,12 @@ class SlotReader:
         end: int,
         batch_blocks: int,
         deadline_s: float,
+        copy_first: bool = False,
     ) -> None:
+        """`copy_first` hands on the first block as a copy, which stays what it was found to be."""
         self._load = load
         self._match = match
+        self._copy_first = copy_first
         self._payload_bytes = payload_bytes
         self._first = first
         self._end = end
@@ -232,6 +235,10 @@ class SlotReader:
         try:
             while index < self._end and not self.cancelled and self.still_good():
                 payloads = self._next(index)
+                if payloads and index == self._first and self._copy_first:
+                    payloads = [memoryview(bytes(payloads[0]))]
+                    if not self.still_good():
+                        return
                 if payloads:
                     self._arrived = time.monotonic()
                     yield index, payloads

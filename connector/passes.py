@@ -13,7 +13,7 @@ from cachesvc.connector.client import Attachment, Match
 from cachesvc.connector.loading import Reader
 from cachesvc.connector.memory import PromptMemory, Seed
 from cachesvc.connector.options import HASH_SLICE_TOKENS
-from cachesvc.keys import PrefixHasher, Tokens, token_bytes
+from cachesvc.keys import PrefixHasher, Tokens, tenant_id, token_bytes
 
 logger = logging.getLogger("cachesvc.connector")
 
@@ -62,6 +62,7 @@ class Pass:
         self.prompt_tokens = len(tokens)
         self.traffic_class = traffic_class
         self.local_tokens = local_tokens
+        self.tenant = tenant_id(seed[0])
         self.pending = True
         self.hit_tokens = 0
         self.loaded_tokens = 0

@@ -268,6 +268,7 @@ class PrefixCache(BasePrefixCache):
             min_blocks=max(self.options.min_hit_blocks, p.local_tokens // block_tokens + 1),
             pass_id=p.id,
             unreachable_tokens=unreachable_tokens,
+            tenant=p.tenant,
             deadline_s=remaining,
         )
         return self._found(p, attachment, keys, match)
@@ -316,6 +317,8 @@ class PrefixCache(BasePrefixCache):
                 end=loading.end,
                 batch_blocks=batch_blocks,
                 deadline_s=self.options.load_deadline_s,
+                # Such a block goes over tokens that the engine holds itself: they must not be lost if the load fails.
+                copy_first=loading.p.local_tokens % self.namespace.block_tokens > 0,
             ),
             scatter,
         )
@@ -328,7 +331,7 @@ class PrefixCache(BasePrefixCache):
             logger.error("%s", loading.error)
             return
         first, end = loading.loaded, loading.end
-        begin = partial(self._begin_get, loading.lease, first=first, count=end - first)
+        begin = partial(self._begin_get, loading)
         reader: Reader
         if self._client.has_bulk:
             reader = BulkReader(partial(begin, self._client.bulk_get), slots, first=first, end=end)
@@ -340,11 +343,14 @@ class PrefixCache(BasePrefixCache):
         finally:
             self._buffers.give(slots)
 
-    def _begin_get(self, lease: Lease, get: Callable[..., Stream], *, first: int, count: int) -> Any:
-        attachment = self._link.current()
+    def _begin_get(self, loading: _Loading, get: Callable[..., Stream]) -> Any:
+        attachment, lease, first = self._link.current(), loading.lease, loading.loaded
         if attachment is None or attachment.boot_id != lease.attachment.boot_id:
             raise NotAttached("Get: the lease is of a daemon that is gone")
-        return get(lease.match.lease_id, first=first, count=count)
+        remaining = loading.started + self.options.load_deadline_s - time.monotonic()
+        if remaining <= 0:
+            raise TimedOut("Get: the load has taken too long before it")
+        return get(lease.match.lease_id, first=first, count=loading.end - first, deadline_s=remaining)
 
     def _end_load(self, loading: _Loading) -> None:
         """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back."""
@@ -388,15 +394,15 @@ class PrefixCache(BasePrefixCache):
 
     def _class_of(self, p: Pass, attachment: Attachment) -> str:
         """The traffic class of a pass, if the daemon has it, else the engine's own, else the daemon's first."""
-        for name in (p.traffic_class, self._traffic_class):
-            if name in attachment.traffic_classes:
-                return name
-            if name not in self._unknown_classes and len(self._unknown_classes) < MAX_COMPLAINTS:
+        known = attachment.traffic_classes
+        wanted = (p.traffic_class, self._traffic_class)
+        used = next((name for name in wanted if name in known), known[0])
+        for name in wanted:
+            if name not in known and name not in self._unknown_classes and len(self._unknown_classes) < MAX_COMPLAINTS:
                 self._unknown_classes.add(name)
-                logger.warning(
-                    "the daemon knows no traffic class %r, only %s", name, ", ".join(attachment.traffic_classes)
-                )
-        return attachment.traffic_classes[0]
+                text = "the daemon knows no traffic class %r, only %s; %r is used instead"
+                logger.warning(text, name, ", ".join(known), used)
+        return used
 
     def _take_unreachable_tokens(self) -> int:
         with self._lock:

@@ -29,6 +29,7 @@ from cachesvc.policy import Policy
 
 # How far down the policy's order room is sought before a request is refused: pinned and dirty blocks are passed over.
 _SEARCH: Final = 1024
+_ROUNDS: Final = 16
 
 
 class SlotState(enum.Enum):
@@ -277,11 +278,24 @@ class Arena:
 
         False when nothing could be gained.
         """
+        for _ in range(_ROUNDS):
+            gained, held = self._search(size, count)
+            if gained or not held:
+                return gained
+            # What somebody is reading is in use: it goes to the end of the order, out of the way of the next search.
+            self._policy.touch_all(held)
+        return False
+
+    def _search(self, size: int, count: int) -> tuple[bool, list[bytes]]:
+        """Whether room was made, and the pinned blocks that were met."""
+        held: list[bytes] = []
         same: list[Slot] = []
         first: list[Slot] = []
         for identity in islice(self._policy.victims(), _SEARCH):
             slot = self._resident[identity]
             if not self._evictable(slot):
+                if slot.pins:
+                    held.append(identity)
                 continue
             if slot_bytes(slot.payload_bytes) == size:
                 same.append(slot)
@@ -292,7 +306,7 @@ class Arena:
         for slot in same:
             self._evict(slot)
         if same:
-            return True
+            return True, held
         seen: set[int] = set()
         for slot in first:
             if self._slabs.number(slot.offset) in seen:
@@ -302,8 +316,8 @@ class Arena:
             if all(map(self._evictable, slab)):
                 for neighbour in slab:
                     self._evict(neighbour)
-                return True
-        return False
+                return True, held
+        return False, held
 
     @staticmethod
     def _evictable(slot: Slot) -> bool:

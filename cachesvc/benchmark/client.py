@@ -118,10 +118,10 @@ class BenchClient:
         match, count = self.match(keys), len(keys)
         reader: Reader
         if self._client.has_bulk:
-            begin = partial(self._client.bulk_get, match.lease_id, first=0, count=count)
+            begin = partial(self._client.bulk_get, match.lease_id, first=0, count=count, deadline_s=_DEADLINE_SECONDS)
             reader = BulkReader(begin, slots, first=0, end=count)
         else:
-            start = partial(self._client.get, match.lease_id, first=0, count=count)
+            start = partial(self._client.get, match.lease_id, first=0, count=count, deadline_s=_DEADLINE_SECONDS)
             reader = BlockReader(start, slots, first=0, end=count, boot_id=self._attachment.boot_id)
         self._read(reader, lambda first, payloads: None, count)
         return match

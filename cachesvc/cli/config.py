@@ -23,6 +23,8 @@ def config(
     metrics: options.Metrics = None,
     workers: options.Workers = None,
     classes: options.Classes = None,
+    record: options.Record = None,
+    record_bytes: options.RecordBytes = None,
     log_level: options.LogLevel = None,
     clock_offset_file: options.ClockOffsetFile = None,
     as_json: options.Json = False,
@@ -39,6 +41,8 @@ def config(
         metrics=metrics,
         workers=workers,
         classes=classes,
+        record=record,
+        record_bytes=record_bytes,
         log_level=log_level,
         clock_offset_file=clock_offset_file,
     )

@@ -28,6 +28,8 @@ Workers = Annotated[int | None, typer.Option(help="calls served at once")]
 Classes = Annotated[
     list[str] | None, typer.Option("--class", help="NAME=TTL, e.g. agent=3d; repeat it; replaces the default classes")
 ]
+Record = Annotated[bool | None, typer.Option("--record/--no-record", help="record what is asked, for replay")]
+RecordBytes = Annotated[str | None, typer.Option(help="bytes of recorded traces kept")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error")]
 ClockOffsetFile = Annotated[str | None, typer.Option(help="for tests: a file with seconds to add to the clock")]
 

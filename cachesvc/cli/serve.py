@@ -22,6 +22,8 @@ def serve(
     metrics: options.Metrics = None,
     workers: options.Workers = None,
     classes: options.Classes = None,
+    record: options.Record = None,
+    record_bytes: options.RecordBytes = None,
     log_level: options.LogLevel = None,
     clock_offset_file: options.ClockOffsetFile = None,
 ) -> None:
@@ -37,6 +39,8 @@ def serve(
         metrics=metrics,
         workers=workers,
         classes=classes,
+        record=record,
+        record_bytes=record_bytes,
         log_level=log_level,
         clock_offset_file=clock_offset_file,
     )

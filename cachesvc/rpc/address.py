@@ -5,6 +5,7 @@ The daemon and its clients take the default from here, so that they find each ot
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import warnings
 from dataclasses import dataclass
@@ -47,11 +48,21 @@ def parse_address(text: str) -> Address:
     host, separator, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host:
+    elif _is_ipv6(host):
         raise ValueError(f"address {text!r}: write an IPv6 host in brackets, such as [::1]:7070")
+    elif ":" in host or "/" in host:
+        raise ValueError(f"address {text!r} is neither unix:/path nor host:port; leave out tcp: or http://")
     if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"address {text!r} is neither unix:/path nor host:port with a port up to 65535")
     return Address(host=host, port=int(port))
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def default_socket_path() -> Path:

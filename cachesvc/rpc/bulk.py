@@ -26,6 +26,10 @@ MAX_HEADS: Final = 256
 BATCH_BYTES: Final = 4 << 20
 """What a batch should hold: more gains nothing, and the first block would wait for the last."""
 
+CLIENT_IDLE_SECONDS: Final = 30.0
+SERVER_IDLE_SECONDS: Final = 120.0
+"""How long an end keeps a connection that carries nothing: the client gives it up first, so that none breaks in use."""
+
 _HEAD: Final = struct.Struct("<IIQQ")
 
 

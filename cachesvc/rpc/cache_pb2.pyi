@@ -198,6 +198,23 @@ NOT_GRANTED: CommitState.ValueType  # 5
 """the index was not granted under this lease"""
 Global___CommitState: typing_extensions.TypeAlias = CommitState
 
+class _Recording:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RecordingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Recording.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RECORDING_UNCHANGED: _Recording.ValueType  # 0
+    RECORDING_ON: _Recording.ValueType  # 1
+    RECORDING_OFF: _Recording.ValueType  # 2
+
+class Recording(_Recording, metaclass=_RecordingEnumTypeWrapper): ...
+
+RECORDING_UNCHANGED: Recording.ValueType  # 0
+RECORDING_ON: Recording.ValueType  # 1
+RECORDING_OFF: Recording.ValueType  # 2
+Global___Recording: typing_extensions.TypeAlias = Recording
+
 @typing.final
 class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -292,6 +309,7 @@ class MatchRequest(google.protobuf.message.Message):
     PASS_ID_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
     UNREACHABLE_TOKENS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     attachment: builtins.int
     keys: builtins.bytes
     traffic_class: builtins.str
@@ -309,6 +327,8 @@ class MatchRequest(google.protobuf.message.Message):
     """on the arena's socket: of which shard slot positions are wanted"""
     unreachable_tokens: builtins.int
     """input tokens of earlier passes during which the client could not ask the daemon"""
+    tenant: builtins.bytes
+    """8 bytes that tell the tenant's salt from others, or empty: for accounting only"""
     def __init__(
         self,
         *,
@@ -322,8 +342,9 @@ class MatchRequest(google.protobuf.message.Message):
         pass_id: builtins.bytes = ...,
         shard: builtins.int = ...,
         unreachable_tokens: builtins.int = ...,
+        tenant: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "shard", b"shard", "traffic_class", b"traffic_class", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "shard", b"shard", "tenant", b"tenant", "traffic_class", b"traffic_class", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
 
 Global___MatchRequest: typing_extensions.TypeAlias = MatchRequest
 
@@ -768,6 +789,8 @@ class LookupRow(google.protobuf.message.Message):
     LOADED_BYTES_FIELD_NUMBER: builtins.int
     STORED_BLOCKS_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    NEW_TOKENS_FIELD_NUMBER: builtins.int
     traffic_class: builtins.str
     model: builtins.str
     passes: builtins.int
@@ -778,6 +801,10 @@ class LookupRow(google.protobuf.message.Message):
     loaded_bytes: builtins.int
     stored_blocks: builtins.int
     stored_bytes: builtins.int
+    tenant: builtins.str
+    """hexadecimal, empty without a salt"""
+    new_tokens: builtins.int
+    """asked for the first time ever (an estimate): an infinite cache misses these"""
     @property
     def hit_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by tier: dram, disk, remote"""
@@ -800,8 +827,10 @@ class LookupRow(google.protobuf.message.Message):
         loaded_bytes: builtins.int = ...,
         stored_blocks: builtins.int = ...,
         stored_bytes: builtins.int = ...,
+        tenant: builtins.str = ...,
+        new_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hit_tokens", b"hit_tokens", "input_tokens", b"input_tokens", "loaded_bytes", b"loaded_bytes", "local_tokens", b"local_tokens", "miss_tokens", b"miss_tokens", "model", b"model", "passes", b"passes", "pending_tokens", b"pending_tokens", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "traffic_class", b"traffic_class"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hit_tokens", b"hit_tokens", "input_tokens", b"input_tokens", "loaded_bytes", b"loaded_bytes", "local_tokens", b"local_tokens", "miss_tokens", b"miss_tokens", "model", b"model", "new_tokens", b"new_tokens", "passes", b"passes", "pending_tokens", b"pending_tokens", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "tenant", b"tenant", "traffic_class", b"traffic_class"]) -> None: ...
 
 Global___LookupRow: typing_extensions.TypeAlias = LookupRow
 
@@ -922,3 +951,186 @@ class ReportReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_dirty_bytes", b"arena_dirty_bytes", "arena_used_bytes", b"arena_used_bytes", "attachments", b"attachments", "blocks", b"blocks", "boot_id", b"boot_id", "classes", b"classes", "events", b"events", "health", b"health", "lookups", b"lookups", "read_leases", b"read_leases", "segments", b"segments", "staged_bytes", b"staged_bytes", "store_budget_bytes", b"store_budget_bytes", "store_bytes", b"store_bytes", "store_path", b"store_path", "uptime_seconds", b"uptime_seconds", "version", b"version", "write_leases", b"write_leases"]) -> None: ...
 
 Global___ReportReply: typing_extensions.TypeAlias = ReportReply
+
+@typing.final
+class HistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: builtins.int
+    UNTIL_FIELD_NUMBER: builtins.int
+    BUCKET_SECONDS_FIELD_NUMBER: builtins.int
+    since: builtins.float
+    """seconds since the epoch; 0: from the oldest kept"""
+    until: builtins.float
+    """0: now"""
+    bucket_seconds: builtins.int
+    """width of a bucket, a multiple of 60; 0: one bucket for all"""
+    def __init__(
+        self,
+        *,
+        since: builtins.float = ...,
+        until: builtins.float = ...,
+        bucket_seconds: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket_seconds", b"bucket_seconds", "since", b"since", "until", b"until"]) -> None: ...
+
+Global___HistoryRequest: typing_extensions.TypeAlias = HistoryRequest
+
+@typing.final
+class HistoryRow(google.protobuf.message.Message):
+    """Named counts; tokens unless said otherwise. passes (number), input, local, pending, hit.TIER, miss.REASON, new (see
+    LookupRow), loaded_bytes, stored_blocks, stored_bytes; and histograms, one count per bucket N of
+    ``cachesvc/histograms.py``: depth.N (passes by hit tokens), age.N (hit tokens by time since the block's last use).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CountsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TRAFFIC_CLASS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    traffic_class: builtins.str
+    model: builtins.str
+    tenant: builtins.str
+    @property
+    def counts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        traffic_class: builtins.str = ...,
+        model: builtins.str = ...,
+        tenant: builtins.str = ...,
+        counts: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "model", b"model", "tenant", b"tenant", "traffic_class", b"traffic_class"]) -> None: ...
+
+Global___HistoryRow: typing_extensions.TypeAlias = HistoryRow
+
+@typing.final
+class HistoryBucket(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CountsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class StoreEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    START_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    start: builtins.float
+    """seconds since the epoch"""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HistoryRow]: ...
+    @property
+    def counts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """lifetime.N (blocks dropped, by age), reuse.N (references, by reuse distance)"""
+
+    @property
+    def store(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """at the end of the bucket: bytes, budget, blocks, arena_used, arena"""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.float = ...,
+        rows: collections.abc.Iterable[Global___HistoryRow] | None = ...,
+        counts: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        store: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "rows", b"rows", "start", b"start", "store", b"store"]) -> None: ...
+
+Global___HistoryBucket: typing_extensions.TypeAlias = HistoryBucket
+
+@typing.final
+class RecordRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: builtins.int
+    change: Global___Recording.ValueType
+    def __init__(
+        self,
+        *,
+        change: Global___Recording.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["change", b"change"]) -> None: ...
+
+Global___RecordRequest: typing_extensions.TypeAlias = RecordRequest
+
+@typing.final
+class RecordReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    ON_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    LOST_EVENTS_FIELD_NUMBER: builtins.int
+    boot_id: builtins.bytes
+    on: builtins.bool
+    path: builtins.str
+    """directory of the trace files, on the daemon's host"""
+    bytes: builtins.int
+    """their size"""
+    budget_bytes: builtins.int
+    """past it the oldest file is removed"""
+    lost_events: builtins.int
+    """since the daemon started: the disk or the queue could not take them"""
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.bytes = ...,
+        on: builtins.bool = ...,
+        path: builtins.str = ...,
+        bytes: builtins.int = ...,
+        budget_bytes: builtins.int = ...,
+        lost_events: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "budget_bytes", b"budget_bytes", "bytes", b"bytes", "lost_events", b"lost_events", "on", b"on", "path", b"path"]) -> None: ...
+
+Global___RecordReply: typing_extensions.TypeAlias = RecordReply

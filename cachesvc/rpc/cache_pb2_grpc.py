@@ -84,6 +84,16 @@ class CacheStub(object):
                 request_serializer=cachesvc_dot_rpc_dot_cache__pb2.ReportRequest.SerializeToString,
                 response_deserializer=cachesvc_dot_rpc_dot_cache__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.History = channel.unary_stream(
+                '/cachesvc.v1.Cache/History',
+                request_serializer=cachesvc_dot_rpc_dot_cache__pb2.HistoryRequest.SerializeToString,
+                response_deserializer=cachesvc_dot_rpc_dot_cache__pb2.HistoryBucket.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_unary(
+                '/cachesvc.v1.Cache/Record',
+                request_serializer=cachesvc_dot_rpc_dot_cache__pb2.RecordRequest.SerializeToString,
+                response_deserializer=cachesvc_dot_rpc_dot_cache__pb2.RecordReply.FromString,
+                _registered_method=True)
 
 
 class CacheServicer(object):
@@ -163,6 +173,21 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def History(self, request, context):
+        """Streams what was counted, in buckets of time, oldest first; also from before the daemon's last start. Buckets in
+        which nothing happened are left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Record(self, request, context):
+        """Switches the recording of what is asked on or off, and says where it goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +240,16 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=cachesvc_dot_rpc_dot_cache__pb2.ReportRequest.FromString,
                     response_serializer=cachesvc_dot_rpc_dot_cache__pb2.ReportReply.SerializeToString,
+            ),
+            'History': grpc.unary_stream_rpc_method_handler(
+                    servicer.History,
+                    request_deserializer=cachesvc_dot_rpc_dot_cache__pb2.HistoryRequest.FromString,
+                    response_serializer=cachesvc_dot_rpc_dot_cache__pb2.HistoryBucket.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=cachesvc_dot_rpc_dot_cache__pb2.RecordRequest.FromString,
+                    response_serializer=cachesvc_dot_rpc_dot_cache__pb2.RecordReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -487,6 +522,60 @@ class Cache(object):
             '/cachesvc.v1.Cache/Report',
             cachesvc_dot_rpc_dot_cache__pb2.ReportRequest.SerializeToString,
             cachesvc_dot_rpc_dot_cache__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def History(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cachesvc.v1.Cache/History',
+            cachesvc_dot_rpc_dot_cache__pb2.HistoryRequest.SerializeToString,
+            cachesvc_dot_rpc_dot_cache__pb2.HistoryBucket.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Cache/Record',
+            cachesvc_dot_rpc_dot_cache__pb2.RecordRequest.SerializeToString,
+            cachesvc_dot_rpc_dot_cache__pb2.RecordReply.FromString,
             options,
             channel_credentials,
             insecure,

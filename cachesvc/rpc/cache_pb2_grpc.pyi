@@ -226,7 +226,39 @@ _CacheReportType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType, _CacheGetType, _CacheReserveType, _CachePutType, _CacheCommitType, _CacheAbortType, _CacheReleaseType, _CacheReportType]):
+_CacheHistoryType = typing_extensions.TypeVar(
+    '_CacheHistoryType',
+    grpc.UnaryStreamMultiCallable[
+        cachesvc.rpc.cache_pb2.HistoryRequest,
+        cachesvc.rpc.cache_pb2.HistoryBucket,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        cachesvc.rpc.cache_pb2.HistoryRequest,
+        cachesvc.rpc.cache_pb2.HistoryBucket,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        cachesvc.rpc.cache_pb2.HistoryRequest,
+        cachesvc.rpc.cache_pb2.HistoryBucket,
+    ],
+)
+
+_CacheRecordType = typing_extensions.TypeVar(
+    '_CacheRecordType',
+    grpc.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.RecordRequest,
+        cachesvc.rpc.cache_pb2.RecordReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.RecordRequest,
+        cachesvc.rpc.cache_pb2.RecordReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.RecordRequest,
+        cachesvc.rpc.cache_pb2.RecordReply,
+    ],
+)
+
+class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType, _CacheGetType, _CacheReserveType, _CachePutType, _CacheCommitType, _CacheAbortType, _CacheReleaseType, _CacheReportType, _CacheHistoryType, _CacheRecordType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.UnaryUnaryMultiCallable[
@@ -268,6 +300,14 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType
         grpc.UnaryUnaryMultiCallable[
             cachesvc.rpc.cache_pb2.ReportRequest,
             cachesvc.rpc.cache_pb2.ReportReply,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            cachesvc.rpc.cache_pb2.HistoryRequest,
+            cachesvc.rpc.cache_pb2.HistoryBucket,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cachesvc.rpc.cache_pb2.RecordRequest,
+            cachesvc.rpc.cache_pb2.RecordReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -313,6 +353,14 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType
             cachesvc.rpc.cache_pb2.ReportRequest,
             cachesvc.rpc.cache_pb2.ReportReply,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            cachesvc.rpc.cache_pb2.HistoryRequest,
+            cachesvc.rpc.cache_pb2.HistoryBucket,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cachesvc.rpc.cache_pb2.RecordRequest,
+            cachesvc.rpc.cache_pb2.RecordReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Attach: _CacheAttachType
@@ -351,6 +399,14 @@ class CacheStub(typing.Generic[_CacheAttachType, _CacheMatchType, _CacheLoadType
 
     Report: _CacheReportType
     """Counters since the daemon started, and the state of the store."""
+
+    History: _CacheHistoryType
+    """Streams what was counted, in buckets of time, oldest first; also from before the daemon's last start. Buckets in
+    which nothing happened are left out.
+    """
+
+    Record: _CacheRecordType
+    """Switches the recording of what is asked on or off, and says where it goes."""
 
 CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -392,6 +448,14 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cachesvc.rpc.cache_pb2.ReportRequest,
         cachesvc.rpc.cache_pb2.ReportReply,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        cachesvc.rpc.cache_pb2.HistoryRequest,
+        cachesvc.rpc.cache_pb2.HistoryBucket,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cachesvc.rpc.cache_pb2.RecordRequest,
+        cachesvc.rpc.cache_pb2.RecordReply,
     ],
 ]
 
@@ -482,5 +546,23 @@ class CacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[cachesvc.rpc.cache_pb2.ReportReply, collections.abc.Awaitable[cachesvc.rpc.cache_pb2.ReportReply]]:
         """Counters since the daemon started, and the state of the store."""
+
+    @abc.abstractmethod
+    def History(
+        self,
+        request: cachesvc.rpc.cache_pb2.HistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[cachesvc.rpc.cache_pb2.HistoryBucket], collections.abc.AsyncIterator[cachesvc.rpc.cache_pb2.HistoryBucket]]:
+        """Streams what was counted, in buckets of time, oldest first; also from before the daemon's last start. Buckets in
+        which nothing happened are left out.
+        """
+
+    @abc.abstractmethod
+    def Record(
+        self,
+        request: cachesvc.rpc.cache_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cachesvc.rpc.cache_pb2.RecordReply, collections.abc.Awaitable[cachesvc.rpc.cache_pb2.RecordReply]]:
+        """Switches the recording of what is asked on or off, and says where it goes."""
 
 def add_CacheServicer_to_server(servicer: CacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

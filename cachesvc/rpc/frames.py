@@ -114,11 +114,12 @@ class Frames:
                 raise EOFError("the other end closed the connection")
             _advance(empty, got)
 
-    def wait(self) -> bool:
-        """Waits, for ever, for a message to begin. False when the other end has closed instead."""
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Waits for a message to begin. False when the other end has closed instead. Raises `TimeoutError`."""
+        deadline = time.monotonic() + seconds
         while self._start == self._end:
             try:
-                self._fill(1, math.inf)
+                self._fill(1, deadline)
             except EOFError:
                 return False
         return True

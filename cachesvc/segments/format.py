@@ -21,9 +21,10 @@ from typing import Any, Final, NamedTuple
 
 from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
 
-VERSION: Final = 1
+VERSION: Final = 2
 SUFFIX: Final = ".seg"
 _HEAD_MAGIC: Final = b"CSVSEG\x00\x01"
+_HALF: Final = PAGE // 2  # of the header page: it holds two copies, so that damage to one costs nothing
 _HEAD: Final = struct.Struct("<8sHHI")
 _ENTRY: Final = struct.Struct("<16sIIQQQ")
 _TAIL_MAGIC: Final = b"CSVEND\x00\x01"
@@ -79,22 +80,24 @@ class SegmentHead:
 
 def encode_head(head: SegmentHead) -> bytes:
     text = json.dumps(asdict(head), sort_keys=True, separators=(",", ":")).encode()
-    page = (_HEAD.pack(_HEAD_MAGIC, VERSION, 0, len(text)) + text).ljust(PAGE - _SUM.size, b"\0")
-    if len(page) > PAGE - _SUM.size:
-        raise ValueError(f"segment header of {len(text)} bytes does not fit a page")
-    return page + _SUM.pack(checksum(page))
+    half = (_HEAD.pack(_HEAD_MAGIC, VERSION, 0, len(text)) + text).ljust(_HALF - _SUM.size, b"\0")
+    if len(half) > _HALF - _SUM.size:
+        raise ValueError(f"segment header of {len(text)} bytes does not fit half a page")
+    return 2 * (half + _SUM.pack(checksum(half)))
 
 
 def decode_head(page: bytes) -> SegmentHead:
-    """Raises `ForeignFile`."""
-    if len(page) != PAGE or not page.startswith(_HEAD_MAGIC):
+    """From either of its copies. Raises `ForeignFile`."""
+    halves = [page[:_HALF], page[_HALF:]] if len(page) == PAGE else []
+    if not any(half.startswith(_HEAD_MAGIC) for half in halves):
         raise ForeignFile("does not start like a segment")
-    if _SUM.unpack(page[-_SUM.size :])[0] != checksum(page[: -_SUM.size]):
+    half = next((h for h in halves if _SUM.unpack(h[-_SUM.size :])[0] == checksum(h[: -_SUM.size])), None)
+    if half is None:
         raise ForeignFile("its header is damaged")
-    _, version, _, length = _HEAD.unpack_from(page)
+    _, version, _, length = _HEAD.unpack_from(half)
     if version != VERSION:
         raise ForeignFile(f"is a segment of version {version}; this build reads {VERSION}")
-    fields: dict[str, Any] = json.loads(page[_HEAD.size : _HEAD.size + length])
+    fields: dict[str, Any] = json.loads(half[_HEAD.size : _HEAD.size + length])
     return SegmentHead(**fields)
 
 

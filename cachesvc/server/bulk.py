@@ -54,7 +54,7 @@ class BulkServer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         frames = Frames(connection, MAX_MESSAGE_BYTES, ahead=False)
         begun = False
-        while not begun or frames.wait():
+        while not begun or frames.wait(bulk.SERVER_IDLE_SECONDS):
             method, body = frames.receive(_soon())
             begun = True
             if method == bulk.GET:

@@ -61,10 +61,7 @@ class CacheServicer(pb_grpc.CacheServicer):
         _abort(context, grpc.StatusCode.UNIMPLEMENTED, "Load is for clients of the arena's socket; use Get")
 
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetReply]:
-        # A generator runs while the stream is read, so its errors are met there too.
-        stream = _call(self._service.get, request, context)
-        while (reply := _call(lambda replies: next(replies, None), stream, context)) is not None:
-            yield reply
+        yield from _stream(self._service.get, request, context)
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return _call(self._service.reserve, request, context)
@@ -84,6 +81,12 @@ class CacheServicer(pb_grpc.CacheServicer):
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         return _call(self._service.report, request, context)
 
+    def History(self, request: pb.HistoryRequest, context: grpc.ServicerContext) -> Iterator[pb.HistoryBucket]:
+        yield from _stream(self._service.history, request, context)
+
+    def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RecordReply:
+        return _call(self._service.record, request, context)
+
 
 def _call(method: Callable[[Request], Reply], request: Request, context: grpc.ServicerContext) -> Reply:
     # gRPC reports "no deadline" as None or, in some versions, as a time of many years.
@@ -102,6 +105,15 @@ def _call(method: Callable[[Request], Reply], request: Request, context: grpc.Se
             raise
         log.exception("fault in a call")
         _abort(context, grpc.StatusCode.INTERNAL, f"fault of the daemon: {type(error).__name__}; see its log")
+
+
+def _stream(
+    method: Callable[[Request], Iterator[Reply]], request: Request, context: grpc.ServicerContext
+) -> Iterator[Reply]:
+    # A generator runs while the stream is read, so its errors are met there too.
+    replies = _call(method, request, context)
+    while (reply := _call(lambda replies: next(replies, None), replies, context)) is not None:
+        yield reply
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> NoReturn:

@@ -175,7 +175,8 @@ def test_a_segment_of_wrong_magic_is_left_alone(
 ) -> None:
     filled.stop()
     path = the_segment(filled)
-    flip(path, 0)
+    for copy in (0, PAGE // 2):
+        flip(path, copy)
     content = path.read_bytes()
     filled.start()
     with attached(filled, namespace) as client:

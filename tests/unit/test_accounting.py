@@ -7,8 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.accounting import Accounting, Pass
+from cachesvc.accounting import HIT, MISS, Accounting, Pass, Row, RowKey, by_prefix
+from cachesvc.histograms import DEPTHS, bucket
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
+
+KEY = RowKey("agent", "m")
 
 
 def opened(accounting: Accounting, pass_id: bytes = b"", **changes: Any) -> Pass:
@@ -20,33 +23,48 @@ def opened(accounting: Accounting, pass_id: bytes = b"", **changes: Any) -> Pass
         "matched_blocks": 5,
         "reason": MissReason.NEVER_SEEN,
     }
-    return accounting.open(pass_id, "agent", "m", **(fields | changes))
+    return accounting.open(pass_id, KEY, **(fields | changes))
+
+
+def only_row(accounting: Accounting) -> Row:
+    ((key, row),) = accounting.rows()
+    assert key == KEY
+    return row
+
+
+def hits(row: Row) -> dict[str, int]:
+    return by_prefix(row.items(), HIT)
+
+
+def misses(row: Row) -> dict[str, int]:
+    return by_prefix(row.items(), MISS)
 
 
 def test_a_pass_that_loads_everything() -> None:
     accounting = Accounting()
     accounting.settle(opened(accounting), bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
-    ((_, _, row),) = accounting.rows()
-    assert (dict(row.hits), row.pending) == ({"disk": 640}, 0)
-    assert dict(row.misses) == {"never_seen": 256, "partial_tail": 104}
+    row = only_row(accounting)
+    assert (hits(row), row["pending"]) == ({"disk": 640}, 0)
+    assert misses(row) == {"never_seen": 256, "partial_tail": 104}
+    assert by_prefix(row.items(), "depth.") == {str(bucket(DEPTHS, 640)): 1}
 
 
 def test_a_pass_that_loads_half_counts_the_rest_under_its_reason_and_only_once() -> None:
     accounting = Accounting()
     one = opened(accounting)
-    assert accounting.rows()[0][2].pending == 640
+    assert only_row(accounting)["pending"] == 640
     for reason in (MissReason.CORRUPT, MissReason.TIMED_OUT):
         accounting.settle(one, bytes([Tier.TIER_DRAM] * 2 + [Tier.TIER_DISK] * 3), 3, reason)
-    ((_, _, row),) = accounting.rows()
-    assert dict(row.hits) == {"dram": 256, "disk": 128}
-    assert dict(row.misses) == {"never_seen": 256, "partial_tail": 104, "corrupt": 256}
+    row = only_row(accounting)
+    assert hits(row) == {"dram": 256, "disk": 128}
+    assert misses(row) == {"never_seen": 256, "partial_tail": 104, "corrupt": 256}
 
 
 def test_what_the_engine_held_itself_is_neither_hit_nor_miss() -> None:
     accounting = Accounting()
     accounting.settle(opened(accounting, local_tokens=200), bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
-    ((_, _, row),) = accounting.rows()
-    assert (row.local, dict(row.hits)) == (200, {"disk": 440})
+    row = only_row(accounting)
+    assert (row["local"], hits(row)) == (200, {"disk": 440})
 
 
 def test_a_pass_that_asks_again_counts_once() -> None:
@@ -56,18 +74,27 @@ def test_a_pass_that_asks_again_counts_once() -> None:
     second = opened(accounting, b"p" * 16, matched_blocks=2, reason=MissReason.EVICTED)
     accounting.settle(first, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
     accounting.settle(second, bytes([Tier.TIER_DISK] * 2), 2, MissReason.BYPASSED)
-    ((_, _, row),) = accounting.rows()
-    assert (row.passes, row.input, dict(row.hits)) == (1, 1000, {"disk": 256})
-    assert dict(+row.misses) == {"evicted": 640, "partial_tail": 104}
+    row = only_row(accounting)
+    assert (row["passes"], row["input"], hits(row)) == (1, 1000, {"disk": 256})
+    assert misses(row) == {"evicted": 640, "partial_tail": 104}
+    assert sum(by_prefix(row.items(), "depth.").values()) == 1
+
+
+def test_the_age_of_hits_counts_only_what_was_loaded_and_not_held_by_the_engine() -> None:
+    accounting = Accounting()
+    one = opened(accounting, local_tokens=128)
+    one.ages = [(3, 2), (1, 3)]
+    accounting.settle(one, bytes([Tier.TIER_DRAM] * 5), 4, MissReason.TIMED_OUT)
+    assert by_prefix(only_row(accounting).items(), "age.") == {"1": 256, "3": 128}
 
 
 def test_models_past_the_limit_are_counted_together() -> None:
     accounting = Accounting()
     for number in range(1100):
-        accounting.unreachable("agent", f"m{number}", 10)
+        accounting.unreachable(RowKey("agent", f"m{number}"), 10)
     rows = accounting.rows()
     assert len(rows) == 1025
-    assert {model: row.input for _, model, row in rows}["other"] == 760
+    assert {key.model: row["input"] for key, row in rows}["other"] == 760
 
 
 PASSES = st.tuples(
@@ -91,7 +118,7 @@ def test_the_sum_is_always_the_input(passes: list[tuple[int, int, int, int, int,
         )
         if settles:
             accounting.settle(one, bytes([Tier.TIER_DISK] * matched), loaded, MissReason.LOAD_ERROR)
-    for _, _, row in accounting.rows():
-        assert row.input == row.local + row.pending + sum(row.hits.values()) + sum(row.misses.values())
-        assert min([row.pending, *row.hits.values(), *row.misses.values()]) >= 0
-        assert row.passes == len({identity for identity, *_ in passes})
+    for _, row in accounting.rows():
+        assert row["input"] == row["local"] + row["pending"] + sum(hits(row).values()) + sum(misses(row).values())
+        assert min(row.values()) >= 0
+        assert row["passes"] == len({identity for identity, *_ in passes})

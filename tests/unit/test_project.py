@@ -130,13 +130,13 @@ def test_the_base_install_pulls_in_no_torch() -> None:
             if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in extras):
                 todo.append(child)
     assert {"grpcio", "protobuf", "pydantic", "rocksdict"} <= needed
-    assert needed.isdisjoint({"torch", "safetensors", "transformers", "tokenizers", "numpy"})
+    assert needed.isdisjoint({"torch", "safetensors", "transformers", "tokenizers"})
 
 
 def test_daemon_cli_and_client_run_where_torch_cannot_be_imported() -> None:
     code = (
         "import sys\n"
-        "for name in ('torch', 'safetensors', 'transformers', 'numpy', 'tokenizers'): sys.modules[name] = None\n"
+        "for name in ('torch', 'safetensors', 'transformers', 'tokenizers'): sys.modules[name] = None\n"
         "import cachesvc.daemon, cachesvc.cli.main, cachesvc.connector.prefix_cache\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""What `cachesvc report` says: history of one or several daemons, tables, and a page with charts."""

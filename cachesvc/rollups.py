@@ -1,0 +1,196 @@
+"""What was counted, minute by minute, kept for 30 days within a byte budget.
+
+One line of JSON per minute in which something happened, in one file per day (UTC); files of past days are compressed.
+A killed daemon loses the minute it was in. A line that cannot be read (cut off by a crash, damaged) is left out. When
+the disk refuses a minute, its counts go into the next one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import logging
+import os
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from cachesvc.accounting import Row, RowKey
+from cachesvc.limits import MAX_ROLLUP_BYTES, ROLLUP_DAYS
+from cachesvc.store_dir import write_atomically
+
+log = logging.getLogger("cachesvc.rollups")
+
+MINUTE: Final = 60
+_DAY_MINUTES: Final = 1_440
+_PLAIN: Final = ".jsonl"
+_PACKED: Final = ".jsonl.gz"
+
+
+@dataclass
+class Counts:
+    """Everything counted, since some moment or within some time."""
+
+    rows: dict[RowKey, Row] = field(default_factory=dict)
+    other: Counter[str] = field(default_factory=Counter)
+    """What belongs to no row: lifetime.N, reuse.N."""
+    store: dict[str, int] = field(default_factory=dict)
+    """The store at the end: bytes, budget, blocks, arena_used, arena."""
+
+    def since(self, earlier: Counts) -> Counts:
+        """What came after `earlier`."""
+        rows = {key: _difference(row, earlier.rows.get(key, Counter())) for key, row in self.rows.items()}
+        return Counts(
+            {key: row for key, row in rows.items() if row}, _difference(self.other, earlier.other), self.store
+        )
+
+    def add(self, later: Counts) -> None:
+        for key, row in later.rows.items():
+            self.rows.setdefault(key, Counter()).update(row)  # falling counts too: what was pending becomes a hit
+        self.other.update(later.other)
+        self.store = later.store or self.store
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.other)
+
+
+class Rollups:
+    """Thread-safe. `keep` waits while a `history` is read."""
+
+    def __init__(self, path: Path, *, budget: int = MAX_ROLLUP_BYTES) -> None:
+        self._path = path
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._kept = Counts()
+        self._minute: int | None = None
+        self._ragged: set[Path] = set()
+        """Files whose last line may be cut off."""
+
+    def keep(self, counted: Callable[[], Counts], now: float, *, closing: bool = False) -> bool:
+        """Writes what is new when a minute is over or the daemon stops.
+
+        `counted` gives all since the daemon started. Returns whether something was written. Raises `OSError`; nothing
+        is lost by it.
+        """
+        minute = int(now // MINUTE)
+        if minute == self._minute and not closing:
+            return False
+        with self._lock:
+            if self._minute is None:
+                self._path.mkdir(exist_ok=True)
+                self._ragged = set(self._path.glob(f"*{_PLAIN}"))
+                self._minute = minute
+                self._tidy(minute)
+            new = counted().since(self._kept)
+            if new:
+                self._append(self._minute, new)
+                self._kept.add(new)
+            if minute // _DAY_MINUTES != self._minute // _DAY_MINUTES:
+                self._tidy(minute)
+            self._minute = minute
+        return bool(new)
+
+    def history(
+        self, counted: Callable[[], Counts], now: float, since: float, until: float, width: int
+    ) -> dict[int, Counts]:
+        """Counts by start of bucket (seconds), `width` seconds wide; one bucket, at `since`, when that is 0."""
+        buckets: dict[int, Counts] = {}
+
+        def add(minute: int, counts: Counts) -> None:
+            if since <= minute * MINUTE + MINUTE - 1 and minute * MINUTE < until:
+                start = minute * MINUTE // width * width if width else int(since)
+                buckets.setdefault(start, Counts()).add(counts)
+
+        with self._lock:
+            for path in self._files():
+                begin = _day_of(path) * _DAY_MINUTES * MINUTE
+                if since < begin + _DAY_MINUTES * MINUTE and begin < until:
+                    for minute, counts in _read(path):
+                        add(minute, counts)
+            unwritten = counted().since(self._kept)
+        if unwritten:
+            add(int(now // MINUTE), unwritten)
+        return dict(sorted(buckets.items()))
+
+    def _append(self, minute: int, counts: Counts) -> None:
+        path = self._path / (_name_of(minute // _DAY_MINUTES) + _PLAIN)
+        rows = [[*key, row] for key, row in counts.rows.items()]
+        line = json.dumps({"minute": minute, "rows": rows, "other": counts.other, "store": counts.store})
+        text = ("\n" if path in self._ragged else "") + line + "\n"
+        self._ragged.add(path)
+        with path.open("a") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self._ragged.discard(path)
+
+    def _tidy(self, minute: int) -> None:
+        """Compresses past days; removes the oldest over the number of days and over the budget."""
+        today = minute // _DAY_MINUTES
+        for path in self._files():
+            if path.name.endswith(_PLAIN) and _day_of(path) < today:
+                # A day may have been compressed before, by a clock that went back: members of a gzip file add up.
+                packed = path.with_suffix(_PACKED)
+                earlier = packed.read_bytes() if packed.exists() else b""
+                write_atomically(packed, earlier + gzip.compress(path.read_bytes() + b"\n"))
+                path.unlink()
+        files = self._files()
+        sizes = [path.stat().st_size for path in files]
+        # By number, not by date: a clock that jumps ahead once must not clear everything.
+        for number, path in enumerate(files[:-1]):
+            if number < len(files) - ROLLUP_DAYS - 1 or sum(sizes[number:]) > self._budget:
+                path.unlink()
+
+    def _files(self) -> list[Path]:
+        found = self._path.glob("????-??-??.jsonl*")
+        return sorted(path for path in found if path.suffix in (_PLAIN, ".gz") and _day_of(path) >= 0)
+
+
+def _read(path: Path) -> Iterator[tuple[int, Counts]]:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                found = _parse(line)
+                if found is not None:
+                    yield found
+    except FileNotFoundError:
+        return  # compressed or removed meanwhile
+    except (OSError, EOFError, zlib.error) as error:
+        log.warning("the rest of %s is left out: %s", path, error)
+
+
+def _parse(line: bytes) -> tuple[int, Counts] | None:
+    try:
+        found = json.loads(line)
+        rows = {
+            RowKey(str(traffic_class), str(model), str(tenant)): _counter(row)
+            for traffic_class, model, tenant, row in found["rows"]
+        }
+        return int(found["minute"]), Counts(rows, _counter(found["other"]), dict(_counter(found["store"])))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _counter(found: Any) -> Counter[str]:
+    return Counter({str(name): int(count) for name, count in found.items()})
+
+
+def _difference(later: Mapping[str, int], earlier: Mapping[str, int]) -> Counter[str]:
+    return Counter({name: n - earlier.get(name, 0) for name, n in later.items() if n != earlier.get(name, 0)})
+
+
+def _name_of(day: int) -> str:
+    return (datetime.date(1970, 1, 1) + datetime.timedelta(days=day)).isoformat()
+
+
+def _day_of(path: Path) -> int:
+    """Days since the epoch, -1 for a file of another name."""
+    try:
+        return (datetime.date.fromisoformat(path.name[:10]) - datetime.date(1970, 1, 1)).days
+    except ValueError:
+        return -1

@@ -1,0 +1,1 @@
+"""Traces of what was asked: recorded, generated, and replayed."""

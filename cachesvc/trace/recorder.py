@@ -1,0 +1,206 @@
+"""Writes what was asked of the daemon, and what became of it, as a trace that `cachesvc replay` reads.
+
+Lines of JSON, in files of bounded size; over the byte budget the oldest goes. Nothing leads back to content: keys and
+tenants are digests under a secret salt that stays beside the files. A file begins with ``{"cachesvc_trace": 1}``; then
+comes one event a line, with ``at`` (seconds since the epoch) and ``event``:
+
+===========  =====================================================================================================
+ask          a Match: ``pass`` (number), ``id`` (as given by the client), ``again`` (it had asked before), ``class``,
+             ``model``, ``tenant``, ``block`` (tokens), ``input`` and ``local`` (tokens), ``shards``, ``keys``
+end          what became of it: ``pass``, ``loaded`` (blocks), ``tiers`` (one byte per matched block), ``reason``
+unreachable  ``tokens`` of passes that could not ask, with ``class``, ``model``, ``tenant``
+stored       ``keys`` that can be matched from here on, of one ``shard``
+dropped      ``keys`` that cannot be any more, and the ``reason``
+boot         nothing is stored; what is, follows. Written when recording begins, at each start of the daemon
+lost         ``count`` events that could not be written stand at this place
+===========  =====================================================================================================
+
+``keys`` are 8 bytes a block, in base64. Events stand in the order in which they took effect.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from cachesvc.clock import Clock
+from cachesvc.index.table import split_id
+from cachesvc.limits import MAX_QUEUED_EVENTS
+from cachesvc.rpc.cache_pb2 import MissReason
+
+log = logging.getLogger("cachesvc.trace")
+
+HEADER: Final = {"cachesvc_trace": 1}
+KEY_BYTES: Final = 8
+
+_FILES: Final = 8  # of which the budget consists
+_KEYS_A_LINE: Final = 4_096
+_WRITE_SECONDS: Final = 0.25
+
+
+class Event:
+    """An event at its place in the order. One whose content is not yet known holds up those behind it."""
+
+    __slots__ = ("content", "identities")
+
+    def __init__(self, content: dict[str, Any] | None = None, identities: Iterable[bytes] = ()) -> None:
+        self.content = content
+        self.identities = identities
+        """Blocks that it is about."""
+
+    def fill(self, content: dict[str, Any], identities: Iterable[bytes] = ()) -> None:
+        self.identities = identities
+        self.content = content
+
+
+class Recorder:
+    """Events are put into a queue, and written by a thread of its own. Thread-safe."""
+
+    def __init__(self, path: Path, budget: int, clock: Clock) -> None:
+        """`budget` is in bytes, for all files."""
+        self.path = path
+        self.budget = budget
+        self.lost = 0
+        self._clock = clock
+        self._queue: deque[Event] = deque()
+        self._missing = 0
+        self._salt = b""
+        self._file: Path | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self._files())
+
+    def start(self, identities: Iterable[bytes]) -> None:
+        """Begins with what is stored. Raises `OSError`."""
+        self.path.mkdir(exist_ok=True)
+        self._salt = self._read_salt()
+        self._file = None
+        self._queue.clear()
+        self.note({"event": "boot"})
+        self.stored(identities)
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes what was noted."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def note(self, content: dict[str, Any], identities: Iterable[bytes] = ()) -> None:
+        self.place().fill({"at": self._clock.now()} | content, identities)
+
+    def place(self) -> Event:
+        """A place in the order, to be filled soon."""
+        event = Event()
+        if len(self._queue) >= MAX_QUEUED_EVENTS:
+            self.lost += 1
+            self._missing += 1
+        else:
+            self._queue.append(event)
+        return event
+
+    def stored(self, identities: Iterable[bytes]) -> None:
+        for shard, group in groupby(identities, lambda identity: split_id(identity)[1]):
+            self.note({"event": "stored", "shard": shard}, list(group))
+
+    def dropped(self, identity: bytes, reason: MissReason.ValueType) -> None:
+        shard = split_id(identity)[1]
+        self.note({"event": "dropped", "shard": shard, "reason": MissReason.Name(reason).lower()}, [identity])
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(_WRITE_SECONDS):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        lines: list[str] = []
+        while self._queue and (content := self._queue[0].content) is not None:
+            identities = [*self._queue.popleft().identities]
+            while self._queue and _same_drop(content, self._queue[0].content):
+                identities += self._queue.popleft().identities
+            lines += self._lines(content, identities)
+        if self._missing and not self._queue:
+            lines.append(json.dumps({"at": self._clock.now(), "event": "lost", "count": self._missing}))
+            self._missing = 0
+        try:
+            while lines:
+                written = self._append(lines)
+                del lines[:written]
+        except OSError as error:
+            self.lost += len(lines)
+            self._missing += len(lines)
+            log.warning("%d lines of the recording are lost: %s", len(lines), error.strerror)
+
+    def _append(self, lines: list[str]) -> int:
+        """Writes as many of the lines as there is room for in one file, at least one; says how many."""
+        target = self._target()
+        room = self.budget // _FILES - target.stat().st_size
+        count = 0
+        with target.open("a") as file:
+            while count < len(lines) and (room > 0 or not count):
+                room -= file.write(lines[count] + "\n")
+                count += 1
+        return count
+
+    def _lines(self, content: dict[str, Any], identities: Iterable[bytes]) -> Iterable[str]:
+        keys = b"".join(self._digest(split_id(identity)[0]) for identity in identities)
+        if content.get("tenant"):
+            content["tenant"] = self._digest(content["tenant"].encode()).hex()
+        if content["event"] in ("stored", "dropped"):
+            for start in range(0, len(keys), _KEYS_A_LINE * KEY_BYTES):
+                yield json.dumps(content | {"keys": _text(keys[start : start + _KEYS_A_LINE * KEY_BYTES])})
+        elif content["event"] == "ask":
+            yield json.dumps(content | {"keys": _text(keys)})
+        else:
+            yield json.dumps(content)
+
+    def _digest(self, content: bytes) -> bytes:
+        return hashlib.blake2b(content, digest_size=KEY_BYTES, key=self._salt).digest()
+
+    def _target(self) -> Path:
+        """The file to append to: the next one when it is full, and then the oldest goes if they are too many."""
+        if self._file is None or self._file.stat().st_size > self.budget // _FILES:
+            number = 1 + max((int(path.stem) for path in self._files()), default=0)
+            self._file = self.path / f"{number:08d}.jsonl"
+            self._file.write_text(json.dumps(HEADER) + "\n")
+            files = self._files()
+            sizes = [path.stat().st_size for path in files]
+            for i, path in enumerate(files[:-1]):
+                if sum(sizes[i:]) + self.budget // _FILES > self.budget:
+                    path.unlink()
+        return self._file
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("*.jsonl") if path.stem.isdecimal())
+
+    def _read_salt(self) -> bytes:
+        path = self.path / "salt"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_bytes(secrets.token_bytes(16))
+        return path.read_bytes()
+
+
+def _same_drop(one: dict[str, Any], other: dict[str, Any] | None) -> bool:
+    return other is not None and one["event"] == "dropped" and one | {"at": 0} == other | {"at": 0}
+
+
+def _text(keys: bytes) -> str:
+    return base64.b64encode(keys).decode()

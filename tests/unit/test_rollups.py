@@ -1,0 +1,130 @@
+"""Minutes of counts: written once, found again, kept within limits, read past damage."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cachesvc.accounting import RowKey
+from cachesvc.rollups import Counts, Rollups
+
+KEY = RowKey("agent", "m", "t")
+START = 1_800_000_000 // 86_400 * 86_400.0  # midnight
+
+
+class Counted:
+    """What a daemon has counted since it started."""
+
+    def __init__(self) -> None:
+        self.counts = Counts({KEY: Counter()}, Counter(), {})
+
+    def add(self, **counts: int) -> None:
+        self.counts.rows[KEY].update(counts)
+        self.counts.other.update({"reuse.3": 64})
+        self.counts.store["blocks"] = self.counts.store.get("blocks", 0) + 1
+
+    def __call__(self) -> Counts:
+        return Counts({KEY: Counter(self.counts.rows[KEY])}, Counter(self.counts.other), dict(self.counts.store))
+
+
+def total(rollups: Rollups, counted: Counted, now: float, since: float = 0, until: float = 1e18) -> Counter[str]:
+    return next(iter(rollups.history(counted, now, since, until, 0).values()), Counts()).rows.get(KEY, Counter())
+
+
+def test_each_minute_holds_what_was_counted_in_it_and_survives_a_restart(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path / "r"), Counted()
+    for minute in range(5):
+        for second in (1, 30, 59):
+            rollups.keep(counted, START + 60 * minute + second)
+            counted.add(input=10 * (minute + 1), pending=5 if second == 1 else -2)
+    # Killed here: the fifth minute is not on disk.
+    found = Rollups(tmp_path / "r").history(Counted(), START + 400, 0, 1e18, 60)
+    assert [start - START for start in found] == [0, 60, 120, 180]
+    assert [c.rows[KEY]["input"] for c in found.values()] == [30, 60, 90, 120]
+    assert [c.rows[KEY]["pending"] for c in found.values()] == [1] * 4
+    assert [c.store["blocks"] for c in found.values()] == [3, 6, 9, 12]
+    assert [c.other["reuse.3"] for c in found.values()] == [192] * 4
+    # The living one counts the minute under way too, once.
+    assert total(rollups, counted, START + 299)["input"] == 450
+    rollups.keep(counted, START + 299, closing=True)
+    assert total(rollups, counted, START + 299)["input"] == 450
+    assert total(Rollups(tmp_path / "r"), Counted(), START + 400)["input"] == 450
+
+
+def test_only_the_asked_time_is_summed(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path / "r"), Counted()
+    for minute in range(10):
+        rollups.keep(counted, START + 60 * minute)
+        counted.add(input=1)
+    rollups.keep(counted, START + 600)
+    assert total(rollups, counted, START + 601, START + 120, START + 300)["input"] == 3
+    assert list(rollups.history(counted, START + 601, 0, 1e18, 300)) == [START, START + 300]
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path / "r"), Counted()
+    for minute in range(3):
+        rollups.keep(counted, START + 60 * minute)
+        counted.add(input=7)
+    rollups.keep(counted, START + 180)
+    (path,) = (tmp_path / "r").glob("*.jsonl")
+    path.write_text(path.read_text()[:-9])
+    again, fresh = Rollups(tmp_path / "r"), Counted()
+    again.keep(fresh, START + 200)
+    fresh.add(input=1)
+    again.keep(fresh, START + 240)
+    assert total(again, fresh, START + 240)["input"] == 7 + 7 + 1
+
+
+@pytest.mark.parametrize(
+    "line", ['{"minute": 1}', "[1,2", '{"minute": "x", "rows": [], "other": {}, "store": {}}', "\x00"]
+)
+def test_foreign_lines_are_left_out(tmp_path: Path, line: str) -> None:
+    (tmp_path / "2027-01-15.jsonl").write_text(line + "\n")
+    assert Rollups(tmp_path).history(Counted(), START, 0, 1e18, 60) == {}
+
+
+def test_past_days_are_compressed_and_the_oldest_of_more_than_thirty_go(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path), Counted()
+    for day in range(35):
+        rollups.keep(counted, START + 86_400 * day)
+        counted.add(input=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 31
+    assert [name.endswith(".gz") for name in names] == [True] * 30 + [False] or all(n.endswith(".gz") for n in names)
+    assert total(rollups, counted, START + 86_400 * 34)["input"] in (31, 32)
+
+
+def test_a_clock_that_jumps_a_year_ahead_and_back_clears_nothing(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path), Counted()
+    for now in (START, START + 60, START + 365 * 86_400, START + 120, START + 180):
+        rollups.keep(counted, now)
+        counted.add(input=1)
+    assert total(rollups, counted, START + 181)["input"] == 5
+
+
+def test_the_byte_budget_holds_but_for_the_newest_day(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path, budget=600), Counted()
+    for day in range(9):
+        rollups.keep(counted, START + 86_400 * day)
+        counted.add(input=1)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    assert len(sizes) > 1 and sum(sizes) <= 600 + sizes[-1]
+
+
+def test_what_the_disk_refuses_goes_into_the_next_minute(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path / "r"), Counted()
+    rollups.keep(counted, START)
+    counted.add(input=3)
+    name = tmp_path / "r" / "2027-01-15.jsonl"
+    name.mkdir()
+    with pytest.raises(OSError):
+        rollups.keep(counted, START + 60)
+    name.rmdir()
+    counted.add(input=4)
+    rollups.keep(counted, START + 120)
+    assert total(Rollups(tmp_path / "r"), Counted(), START + 130)["input"] == 7
+    assert len([json.loads(line) for line in name.read_text().splitlines() if line]) == 1
