@@ -5,8 +5,9 @@ it was used (Release) or the lease ends. A pass that asks again is withdrawn fir
 
     input = local + pending + Σ hits + Σ misses
 
-Counts of a row have names: ``passes, input, local, pending, hit.TIER, miss.REASON, new, loaded_bytes, stored_blocks,
-stored_bytes, depth.N, age.N`` (tokens; passes and blocks are numbers; N is a bucket of `cachesvc.histograms`).
+Counts of a row have names: ``passes, input, local, pending, hit.TIER, miss.REASON, new, loaded.TIER, stored_blocks,
+stored_bytes, depth.N, age.N`` (tokens; passes and blocks are numbers, ``loaded`` is in bytes; N is a bucket of
+`cachesvc.histograms`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ OTHER = "other"
 
 HIT: Final = "hit."
 MISS: Final = "miss."
+LOADED: Final = "loaded."
 
 
 @functools.cache
-def _hit(tier: int) -> str:
-    return HIT + Tier.Name(Tier.ValueType(tier)).removeprefix("TIER_").lower()
+def _tier(tier: int) -> str:
+    return Tier.Name(Tier.ValueType(tier)).removeprefix("TIER_").lower()
 
 
 @functools.cache
@@ -55,6 +57,7 @@ class Pass:
 
     row: Row
     block_tokens: int
+    block_bytes: int
     local: int
     counts: dict[str, int]
     number: int
@@ -94,6 +97,7 @@ class Accounting:
         key: RowKey,
         *,
         block_tokens: int,
+        block_bytes: int = 0,
         input_tokens: int,
         local_tokens: int,
         asked_blocks: int,
@@ -114,7 +118,9 @@ class Accounting:
         with self._lock:
             self._opened += 1
             earlier = self._passes.pop(pass_id, None) if pass_id else None
-            opened = Pass(self._row(key), block_tokens, local_tokens, {}, self._opened, earlier is not None)
+            opened = Pass(
+                self._row(key), block_tokens, block_bytes, local_tokens, {}, self._opened, earlier is not None
+            )
             if earlier is not None:
                 earlier.withdraw()
             if pass_id:
@@ -139,8 +145,10 @@ class Accounting:
             left = opened.counts["pending"]
             counts = {"pending": -left}
             for tier in set(used):
-                counts[_hit(tier)] = used.count(tier) * opened.block_tokens - (part if tier == used[0] else 0)
-                left -= counts[_hit(tier)]
+                blocks, name = used.count(tier), _tier(tier)
+                counts[HIT + name] = blocks * opened.block_tokens - (part if tier == used[0] else 0)
+                counts[LOADED + name] = blocks * opened.block_bytes
+                left -= counts[HIT + name]
             if left:
                 counts[_miss(reason)] = left
             hit = -counts["pending"] - left

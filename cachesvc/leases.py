@@ -77,6 +77,7 @@ class ReadLease:
     tiers: bytes
     """Where each block lay at the match."""
     pass_id: bytes = b""
+    began: float = 0.0
     identity: bytes = b""
     ended: bool = False
     holds: dict[int, Hold] = field(default_factory=dict)

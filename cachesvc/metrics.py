@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cachesvc.accounting import HIT, LOADED, MISS, Row, by_prefix
 from cachesvc.config import split_host_port
 from cachesvc.errors import AddressInUse
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.service import Service
+
+_COUNTERS: Final = (
+    ("cachesvc_passes", "Prompts looked up, each counted once", "passes"),
+    ("cachesvc_lookup_tokens", "Input tokens", "input"),
+    ("cachesvc_local_tokens", "Input tokens that the engine held itself", "local"),
+    ("cachesvc_new_tokens", "Input tokens of blocks that were never there before (estimated)", "new"),
+    ("cachesvc_stored_bytes", "Payload bytes committed", "stored_bytes"),
+)
+_PARTS: Final = (
+    ("cachesvc_hit_tokens", "Input tokens served, by tier", HIT, "tier"),
+    ("cachesvc_miss_tokens", "Input tokens not served, by reason", MISS, "reason"),
+    ("cachesvc_load_bytes", "Payload bytes loaded, by tier", LOADED, "tier"),
+)
 
 
 class ServiceCollector(Collector):
@@ -21,23 +37,23 @@ class ServiceCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         report = self._service.report(pb.ReportRequest())
-        passes = CounterMetricFamily("cachesvc_passes", "Prompts looked up", labels=["class", "model"])
-        lookups = CounterMetricFamily("cachesvc_lookup_tokens", "Input tokens", labels=["class", "model"])
-        hits = CounterMetricFamily("cachesvc_hit_tokens", "Tokens served", labels=["class", "model", "tier"])
-        misses = CounterMetricFamily("cachesvc_miss_tokens", "Tokens not served", labels=["class", "model", "reason"])
-        loaded = CounterMetricFamily("cachesvc_load_bytes", "Payload bytes sent", labels=["class", "model"])
-        stored = CounterMetricFamily("cachesvc_stored_bytes", "Payload bytes committed", labels=["class", "model"])
-        for row in report.lookups:
-            labels = [row.traffic_class, row.model]
-            passes.add_metric(labels, row.passes)
-            lookups.add_metric(labels, row.input_tokens)
-            loaded.add_metric(labels, row.loaded_bytes)
-            stored.add_metric(labels, row.stored_bytes)
-            for tier, tokens in sorted(row.hit_tokens.items()):
-                hits.add_metric([*labels, tier], tokens)
-            for reason, tokens in sorted(row.miss_tokens.items()):
-                misses.add_metric([*labels, reason], tokens)
-        yield from (passes, lookups, hits, misses, loaded, stored)
+        rows: dict[tuple[str, str], Row] = {}
+        for key, row in self._service.accounting.rows():  # of all tenants: there may be too many for labels
+            rows.setdefault((key.traffic_class, key.model), Counter()).update(row)
+        for name, text, counted in _COUNTERS:
+            family = CounterMetricFamily(name, text, labels=["class", "model"])
+            for labels, row in rows.items():
+                family.add_metric(labels, row[counted])
+            yield family
+        for name, text, prefix, label in _PARTS:
+            family = CounterMetricFamily(name, text, labels=["class", "model", label])
+            for labels, row in rows.items():
+                for part, number in by_prefix(row.items(), prefix).items():
+                    family.add_metric([*labels, part], number)
+            yield family
+        pending = sum(row["pending"] for row in rows.values())
+        yield GaugeMetricFamily("cachesvc_pending_tokens", "Matched, not yet loaded or given up", value=pending)
+        yield from self._service.observer.load_seconds.collect()
         events = CounterMetricFamily("cachesvc_events", "Things that happened in the store", labels=["event"])
         for name, count in sorted(report.events.items()):
             events.add_metric([name], count)

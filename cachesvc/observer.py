@@ -13,6 +13,8 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from prometheus_client import Histogram
+
 from cachesvc.accounting import Accounting, Pass, RowKey
 from cachesvc.catalog import Catalog
 from cachesvc.ceiling import Ceiling
@@ -40,6 +42,12 @@ class Observer:
         """Keeps its files below `path`. `gauges` tells how full the store is, `record_bytes` bounds the recording."""
         self.accounting = Accounting()
         self.events: Counter[str] = Counter()
+        self.load_seconds = Histogram(
+            "cachesvc_load_seconds",
+            "From the match of a pass that loaded something to its release",
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+            registry=None,
+        )
         self._clock = clock
         self._catalog = catalog
         self._gauges = gauges
@@ -69,6 +77,10 @@ class Observer:
                 {"event": "end", "pass": opened.number, "loaded": loaded, "tiers": tiers_text, "reason": name}
             )
         self.accounting.settle(opened, tiers, loaded, reason)
+
+    def loaded(self, seconds: float, pass_id: bytes) -> None:
+        """A pass gave its lease back so long after its match, and had loaded something."""
+        self.load_seconds.observe(seconds, {"pass": pass_id.hex()} if pass_id else None)
 
     def unreachable(self, row: RowKey, tokens: int) -> None:
         """See `Accounting.unreachable`."""

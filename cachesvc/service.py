@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from typing import Final
 
 from cachesvc import __version__
-from cachesvc.accounting import HIT, MISS, Pass, Row, RowKey, by_prefix
+from cachesvc.accounting import HIT, LOADED, MISS, Pass, Row, RowKey, by_prefix
 from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClass, TrafficClasses
@@ -146,6 +146,7 @@ class Service:
             request.pass_id,
             row,
             block_tokens=attachment.block_tokens,
+            block_bytes=sum(shape.payload_bytes for shape in attachment.shapes),
             input_tokens=request.input_tokens,
             local_tokens=request.local_tokens,
             asked_blocks=count,
@@ -164,6 +165,7 @@ class Service:
             return reply
         segments = self.store.disk.pin(entries)
         lease = ReadLease(0.0, opened, identities, entries, segments, b"", request.pass_id, session=session)
+        lease.began = self._clock.monotonic()
         lease.expires, reply.lease_ms = self._reads.deadline(request.lease_ms)
         with self._lock:
             try:
@@ -223,7 +225,6 @@ class Service:
             for batch in self.store.read(identities, entries, max(1, min(at_least // size, MAX_HEADS))):
                 yield [Payload(number + i, data, total) for i, (data, total) in enumerate(batch)]
                 number += len(batch)
-                self.accounting.add(lease.pass_.row, {"loaded_bytes": size * len(batch)})
         except BlockUnreadable as error:
             reason = pb.MissReason.CORRUPT if error.corrupt else pb.MissReason.LOAD_ERROR
             yield [Payload(number, memoryview(b""), 0, reason)]
@@ -554,10 +555,9 @@ class Service:
         for hold in holds:
             self.store.end(hold)
         self.store.disk.unpin(lease.segments)
+        if loaded:
+            self.observer.loaded(self._clock.monotonic() - lease.began, lease.pass_id)
         self.observer.settle(lease.pass_, lease.tiers, loaded, reason)
-        if lease.session is not None:
-            size = sum(entries[0].shape.payload_bytes for entries in lease.entries)
-            self.accounting.add(lease.pass_.row, {"loaded_bytes": size * min(loaded, len(lease.entries[0]))})
 
     def _settle(self, lease: WriteLease, taken: dict[int, Slot], checksums: dict[int, int], *, durable: bool) -> None:
         """Checks what came over the wire and stores it, and notes the outcome in `lease.settled`.
@@ -658,7 +658,7 @@ def _lookup_row(key: RowKey, row: Row) -> pb.LookupRow:
         hit_tokens=by_prefix(row.items(), HIT),
         miss_tokens=by_prefix(row.items(), MISS),
         new_tokens=row["new"],
-        loaded_bytes=row["loaded_bytes"],
+        loaded_bytes=sum(by_prefix(row.items(), LOADED).values()),
         stored_blocks=row["stored_blocks"],
         stored_bytes=row["stored_bytes"],
     )

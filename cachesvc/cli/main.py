@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
+from typing import Final
 
 import typer
 
 from cachesvc import __version__
-from cachesvc.cli.bench import bench
-from cachesvc.cli.config import config
-from cachesvc.cli.record import record
-from cachesvc.cli.report import report
-from cachesvc.cli.serve import serve
-from cachesvc.cli.status import status
 from cachesvc.errors import CacheError
 
-app = typer.Typer(
-    name="cachesvc",
-    help="A persistent KV/prefix-cache service for LLM inference.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for command in (serve, config, report, status, record, bench):
-    app.command()(command)
+COMMANDS: Final = ("serve", "config", "report", "status", "record", "bench")
+"""Each is a function of that name in a module of that name."""
 
 
-@app.command()
+def make_app(arguments: Sequence[str]) -> typer.Typer:
+    """With the command that `arguments` name, or all: each takes long to import, and only one is needed."""
+    app = typer.Typer(
+        name="cachesvc",
+        help="A persistent KV/prefix-cache service for LLM inference.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    wanted = arguments[0] if arguments else ""
+    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+        app.command()(getattr(importlib.import_module(f"cachesvc.cli.{name}"), name))
+    app.command()(version)
+    return app
+
+
 def version() -> None:
     """Prints the version."""
     print(__version__)
@@ -34,7 +39,7 @@ def version() -> None:
 
 def main() -> None:
     try:
-        app()
+        make_app(sys.argv[1:])()
     except CacheError as error:
         print(f"cachesvc: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc
 
-from cachesvc.accounting import HIT, MISS, RowKey, by_prefix
+from cachesvc.accounting import HIT, LOADED, MISS, RowKey, by_prefix
 from cachesvc.ceiling import RELATIVE_ERROR
 from cachesvc.cli._daemon import connected, fetch_report, unreachable
 from cachesvc.rollups import MINUTE, Counts
@@ -91,7 +91,7 @@ def summary(row: Mapping[str, int]) -> dict[str, Any]:
         "pending_tokens": row.get("pending", 0),
         "hit_tokens_by_tier": hits,
         "miss_tokens_by_reason": misses,
-        "loaded_bytes": row.get("loaded_bytes", 0),
+        "loaded_bytes": sum(by_prefix(row.items(), LOADED).values()),
         "stored_blocks": row.get("stored_blocks", 0),
         "stored_bytes": row.get("stored_bytes", 0),
     }

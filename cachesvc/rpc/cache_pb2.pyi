@@ -979,7 +979,7 @@ Global___HistoryRequest: typing_extensions.TypeAlias = HistoryRequest
 @typing.final
 class HistoryRow(google.protobuf.message.Message):
     """Named counts; tokens unless said otherwise. passes (number), input, local, pending, hit.TIER, miss.REASON, new (see
-    LookupRow), loaded_bytes, stored_blocks, stored_bytes; and histograms, one count per bucket N of
+    LookupRow), loaded.TIER (bytes), stored_blocks, stored_bytes; and histograms, one count per bucket N of
     ``cachesvc/histograms.py``: depth.N (passes by hit tokens), age.N (hit tokens by time since the block's last use).
     """
 
