@@ -77,3 +77,12 @@ WRITE_RETRY_SECONDS: Final = 5.0
 
 # Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
 SLICES_PER_TTL: Final = 24
+
+# Traces. A longer line is an error.
+MAX_TRACE_LINE_BYTES: Final = 256 * MiB
+
+# Dropped blocks that one simulation remembers with the reason, at least; an older one counts as never seen.
+MAX_REPLAY_GHOSTS: Final = 1_000_000
+
+# Points that the search for hot blocks counts when a trace is sampled; the rarest half is forgotten at it.
+MAX_HOT_CANDIDATES: Final = 40_000
