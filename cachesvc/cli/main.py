@@ -9,6 +9,7 @@ import typer
 from cachesvc import __version__
 from cachesvc.cli.bench import bench
 from cachesvc.cli.config import config
+from cachesvc.cli.replay import replay
 from cachesvc.cli.report import report
 from cachesvc.cli.serve import serve
 from cachesvc.cli.status import status
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, config, report, status, bench):
+for command in (serve, config, report, replay, status, bench):
     app.command()(command)
 
 

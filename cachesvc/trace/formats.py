@@ -355,5 +355,3 @@ def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(row)[:8]) or "none"
-
-

@@ -64,6 +64,7 @@ class Simulation:
         self.policy, self.capacity, self.ttl = policy, capacity, ttl
         self.counts: dict[str, Counts] = {}
         self._limit = capacity or 0
+        self._now = 0
         self._held: set[int] = set()
         self._scale = 0
         """How many blocks a sampled one stands for; 0: nothing is sampled."""
@@ -81,7 +82,8 @@ class Simulation:
     def ask(self, request: Request | Sampled) -> None:
         held, keys = self._held, request.keys
         sampled = isinstance(request, Sampled)
-        now = round(request.at * 1e6)
+        # Time never goes back: writers of one trace may be a little out of order.
+        now = self._now = max(self._now, round(request.at * 1e6))
         if self._expiry is not None:
             expired = self._expiry.due(now)
             if expired:
