@@ -13,6 +13,7 @@ from cachesvc.cli.replay import replay
 from cachesvc.cli.report import report
 from cachesvc.cli.serve import serve
 from cachesvc.cli.status import status
+from cachesvc.cli.workload import workload
 from cachesvc.errors import CacheError
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, config, report, replay, status, bench):
+for command in (serve, config, report, replay, workload, status, bench):
     app.command()(command)
 
 

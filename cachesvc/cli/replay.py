@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,7 +21,8 @@ from cachesvc.errors import ConfigError
 from cachesvc.trace.curve import Curve
 from cachesvc.trace.formats import Request, Trace, common_block, merged, open_trace
 from cachesvc.trace.plots import Picture
-from cachesvc.trace.replay import ALL, Point, Row, points, replay as run_replay, rows, simulations, spread_capacities
+from cachesvc.trace.replay import ALL, Point, Row, points, rows, simulations, spread_capacities
+from cachesvc.trace.replay import replay as run_replay
 from cachesvc.trace.simulate import INFINITE, POLICIES, REASONS, TTL, Simulation
 
 Traces = Annotated[
@@ -251,7 +252,7 @@ def _watched(traces: Sequence[Trace], requests: Iterator[Request]) -> Iterator[R
 # ---- what came out ---------------------------------------------------------------------------------------------------
 
 
-def _cell(cache: Simulation, block_bytes: float | None) -> Mapping[str, Any]:
+def _cell(cache: Simulation, block_bytes: float | None) -> dict[str, Any]:
     size = None if block_bytes is None or cache.capacity is None else round(cache.capacity * block_bytes)
     return {
         "policy": cache.policy,

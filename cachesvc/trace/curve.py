@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Final
 
 from cachesvc.errors import TraceError
@@ -146,7 +146,7 @@ def _summed(steps: Counter[int]) -> Callable[[int], int]:
     """The sum over positions 1 to n of a function that is given by its steps."""
     starts = sorted(steps)
     levels = list(accumulate(steps[start] for start in starts))
-    lengths = (after - start for start, after in zip(starts, starts[1:], strict=False))
+    lengths = (after - start for start, after in pairwise(starts))
     before = [0, *accumulate(level * length for level, length in zip(levels, lengths, strict=False))]
 
     def up_to(position: int) -> int:

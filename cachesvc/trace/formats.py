@@ -5,8 +5,8 @@ block every n-th id names a block. Formats:
 
 * ``mooncake`` (FAST'25): ``{"timestamp" ms, "input_length", "output_length", "hash_ids"}``, 512 tokens a block, ids
   global to the file, ``ceil(input / 512)`` of them.
-* ``agent``: one session a line, ``{"id", "block_size", "reqs": [[t, input, output, agent, [[first id, count], …]], …]}``,
-  ids local to the session, times relative to its start.
+* ``agent``: one session a line, ``{"block_size", "reqs": [[t, input, output, agent, [[first id, count], …]], …]}``, ids
+  local to the session, times relative to its start.
 * ``cachesvc``: our own. First line ``{"cachesvc_trace": 1, …}``, then events; ``ask`` is a request, see `OwnTrace`.
 """
 
@@ -19,7 +19,7 @@ import json
 import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, cast
@@ -29,7 +29,7 @@ from cachesvc.errors import TraceError
 from cachesvc.keys import BLOCK_TOKENS
 from cachesvc.limits import MAX_TRACE_LINE_BYTES
 
-_ID_BITS: Final = 40
+ID_BITS: Final = 40
 """Ids that are local to a file or session get a number of their own above these bits."""
 _GZIP: Final = b"\x1f\x8b"
 _TRACE_VERSION: Final = 1
@@ -80,7 +80,8 @@ class Trace(ABC):
     def _own_block(self, first: Mapping[str, Any]) -> int: ...
 
     def _lines(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for number, line, self.position in _read(self.path):
+        for number, line, position in _read(self.path):
+            self.position = position
             yield number, line
 
     def _step(self, block: int, own: int, line: int) -> int:
@@ -88,8 +89,8 @@ class Trace(ABC):
         if own <= 0 or block % own:
             why = "mixed block sizes" if own != self.block else "a finer or uneven block"
             raise TraceError(
-                f"{self.path} line {line}: {why}: its blocks have {own} tokens, of which {block} is not a multiple; give "
-                "--block a multiple"
+                f"{self.path} line {line}: {why}: its blocks have {own} tokens, of which {block} is not a multiple; "
+                "give --block a multiple"
             )
         return block // own
 
@@ -127,10 +128,11 @@ class MooncakeTrace(Trace):
             try:
                 at, tokens, ids = row["timestamp"] / 1000, int(row["input_length"]), row["hash_ids"]
                 self._checked(at, tokens, line)
-                if len(ids) != -(-tokens // self.BLOCK):
+                expected = -(-tokens // self.BLOCK)
+                if len(ids) != expected:
                     raise TraceError(
-                        f"{self.path} line {line}: {len(ids)} hash_ids for {tokens} tokens; at {self.BLOCK} tokens a block "
-                        f"there must be {-(-tokens // self.BLOCK)} (mixed block sizes?)"
+                        f"{self.path} line {line}: {len(ids)} hash_ids for {tokens} tokens; at {self.BLOCK} tokens a "
+                        f"block there must be {expected} (mixed block sizes?)"
                     )
                 keys = ids[step - 1 : tokens // block * step : step]
                 yield Request(at, traffic_class, tokens, _apart(keys, space))
@@ -153,64 +155,75 @@ class AgentTrace(Trace):
             raise self._broken(1, error) from error
 
     def requests(self, block: int, spaces: Iterator[int], session_gap: float) -> Iterator[Request]:
-        """A session is read when its start has come, and forgotten after its last request."""
-        running: list[tuple[float, int, int, _Session]] = []
-        lines = enumerate(self._lines())
-        coming = next(lines, None)
-        while running or coming:
-            while coming and (not running or coming[0] * session_gap <= running[0][0]):
-                number, (line, row) = coming
-                session = self._session(row, line, number * session_gap, block, next(spaces))
-                if session.turns:
-                    heapq.heappush(running, (session.time(0), number, 0, session))
-                coming = next(lines, None)
-            if not running:
-                continue
-            at, number, turn, session = running[0]
+        for session, turn in interleaved(self._sessions(block, spaces, session_gap)):
             try:
-                request = self._request(session, at, turn, block)
+                request = session.request(turn)
             except _MALFORMED as error:
                 raise self._broken(session.line, error) from error
-            if turn + 1 < len(session.turns):
-                heapq.heapreplace(running, (session.time(turn + 1), number, turn + 1, session))
-            else:
-                heapq.heappop(running)
+            self._checked(request.at, request.input_tokens, session.line)
             yield request
 
-    def _session(self, row: Mapping[str, Any], line: int, start: float, block: int, space: int) -> _Session:
-        try:
-            step = self._step(block, int(row["block_size"]), line)
-            turns = sorted(row["reqs"], key=lambda turn: float(turn[0]))
-            if turns:
-                self._checked(turns[0][0], 0, line)
-            return _Session(start, turns, step, space, line)
-        except _MALFORMED as error:
-            raise self._broken(line, error) from error
-
-    def _request(self, session: _Session, at: float, turn: int, block: int) -> Request:
-        _, tokens, _, _, ranges = session.turns[turn]
-        self._checked(at, tokens, session.line)
-        step, keys, passed = session.step, cast(list[int], []), 0
-        for first, length in ranges:
-            if length < 0 or not 0 <= first <= first + length < 1 << _ID_BITS:
-                raise ValueError(f"ids {first} to {first + length}")
-            begin = session.space + first
-            keys.extend(range(begin + (step - 1 - passed) % step, begin + length, step))
-            passed += length
-        if passed * (block // step) > tokens:
-            raise ValueError(f"{passed} full blocks in {tokens} tokens")
-        return Request(at, self.traffic_class or self.default_class, tokens, keys)
+    def _sessions(self, block: int, spaces: Iterator[int], session_gap: float) -> Iterator[Session]:
+        traffic_class = self.traffic_class or self.default_class
+        for number, (line, row) in enumerate(self._lines()):
+            try:
+                step = self._step(block, int(row["block_size"]), line)
+                turns = sorted(row["reqs"], key=lambda turn: float(turn[0]))
+                if turns:
+                    self._checked(turns[0][0], 0, line)
+                    yield Session(number * session_gap, turns, step, block, next(spaces), line, traffic_class)
+            except _MALFORMED as error:
+                raise self._broken(line, error) from error
 
 
-class _Session(NamedTuple):
+class Session(NamedTuple):
+    """A line of an agent file. `start` in seconds; `step` of its blocks make one of `block` tokens."""
+
     start: float
     turns: Sequence[Any]
     step: int
+    block: int
     space: int
     line: int
+    traffic_class: str
 
     def time(self, turn: int) -> float:
         return self.start + float(self.turns[turn][0])
+
+    def request(self, turn: int) -> Request:
+        """Raises `ValueError` and the like for what makes no sense."""
+        _, tokens, _, _, ranges = self.turns[turn]
+        step, keys, passed = self.step, cast(list[int], []), 0
+        for first, length in ranges:
+            if length < 0 or not 0 <= first <= first + length < 1 << ID_BITS:
+                raise ValueError(f"ids {first} to {first + length}")
+            begin = self.space + first
+            keys.extend(range(begin + (step - 1 - passed) % step, begin + length, step))
+            passed += length
+        if passed * self.block > tokens * step:
+            raise ValueError(f"{passed} full blocks in {tokens} tokens")
+        return Request(self.time(turn), self.traffic_class, tokens, keys)
+
+
+def interleaved(sessions: Iterable[Session]) -> Iterator[tuple[Session, int]]:
+    """The turns of all sessions in order of time. Sessions come in order of their start.
+
+    A session is taken when its start has come, and forgotten after its last turn.
+    """
+    running: list[tuple[float, int, int, Session]] = []
+    coming = enumerate(sessions)
+    following = next(coming, None)
+    while running or following:
+        while following and (not running or following[1].start <= running[0][0]):
+            number, session = following
+            heapq.heappush(running, (session.time(0), number, 0, session))
+            following = next(coming, None)
+        _, number, turn, session = running[0]
+        if turn + 1 < len(session.turns):
+            heapq.heapreplace(running, (session.time(turn + 1), number, turn + 1, session))
+        else:
+            heapq.heappop(running)
+        yield session, turn
 
 
 class OwnTrace(Trace):
@@ -301,7 +314,7 @@ def common_block(traces: Sequence[Trace], block: int | None) -> int:
 
 def merged(traces: Sequence[Trace], block: int, session_gap: float) -> Iterator[Request]:
     """The requests of all traces in order of time; at the same time in the order of the traces. Raises `TraceError`."""
-    spaces = (number << _ID_BITS for number in count())
+    spaces = (number << ID_BITS for number in count())
     streams = [_not_empty(trace, trace.requests(block, spaces, session_gap)) for trace in traces]
     return heapq.merge(*streams, key=lambda request: request.at) if len(streams) > 1 else iter(streams[0])
 
@@ -315,7 +328,7 @@ def _not_empty(trace: Trace, requests: Iterator[Request]) -> Iterator[Request]:
 
 
 def _apart(ids: list[int], space: int) -> list[int]:
-    if ids and not (min(ids) >= 0 and max(ids) < 1 << _ID_BITS):
+    if ids and not (min(ids) >= 0 and max(ids) < 1 << ID_BITS):
         raise ValueError(f"ids from {min(ids)} to {max(ids)}")
     return list(map(space.__add__, ids)) if space else ids
 

@@ -38,8 +38,8 @@ _MAX_HOT: Final = 8_192
 class Sampled(NamedTuple):
     """A request of which only some keys are left, each with its tag.
 
-    `blocks` is how many full blocks it had; `written` holds `keys` and those that have just become exact, which were not
-    held until now and must not break the match.
+    `blocks` is how many full blocks it had; `written` holds `keys` and those that have just become exact, which were
+    not held until now and must not break the match.
     """
 
     at: float

@@ -81,7 +81,6 @@ class Simulation:
 
     def ask(self, request: Request | Sampled) -> None:
         held, keys = self._held, request.keys
-        sampled = isinstance(request, Sampled)
         # Time never goes back: writers of one trace may be a little out of order.
         now = self._now = max(self._now, round(request.at * 1e6))
         if self._expiry is not None:
@@ -98,7 +97,7 @@ class Simulation:
             counts = self.counts[request.traffic_class] = Counts()
         counts.requests += 1
         counts.input_tokens += request.input_tokens
-        if sampled:
+        if isinstance(request, Sampled):
             counts.blocks += request.blocks
             counts.hits.update(map(TAGS.__and__, keys[:hits]))
             self._scale, written, missing = request.scale, request.written, request.written
@@ -142,7 +141,9 @@ class Simulation:
         assert self._policy is not None
         self._held.update(fresh)
         self._policy.insert_all(reversed(fresh))
-        self._policy.touch_all(reversed(written))
+        known = len(written) - len(fresh)
+        # Nearly always the fresh ones are the tail: then only what lies before them is still to be touched.
+        self._policy.touch_all(reversed(written[:known] if written[known:] == fresh else written))
         if self._scale:
             self._exact += _exact(fresh)
         while (over := self._blocks - self._limit) > 0:

@@ -12,21 +12,7 @@ from typing import Any
 import pytest
 from trace_files import mooncake, session, write
 
-from cachesvc.cli.main import main
-
 Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cachesvc", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture
@@ -60,7 +46,8 @@ def test_a_grid_as_json(typed: Typed, chat: Path, agent: Path) -> None:
 
 def test_capacities_in_bytes_and_a_fixed_ttl(typed: Typed, chat: Path) -> None:
     code, out, _ = typed(
-        "replay", chat, "--capacity", "1MB,2MB", "--bytes-per-token", 890, "--ttl", "1s,1m", "--ttl-mode", "fixed", "--json"
+        "replay", chat, "--capacity", "1MB,2MB", "--bytes-per-token", 890, "--ttl", "1s,1m", "--ttl-mode", "fixed",
+        "--json",
     )  # fmt: skip
     cells = {(r["capacity_blocks"], r["ttl"], r["ttl_mode"]) for r in json.loads(out)["results"]}
     assert code == 0 and cells == {(blocks, ttl, "fixed") for blocks in (2, 4) for ttl in ("1s", "1m")}
