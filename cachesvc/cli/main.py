@@ -9,6 +9,7 @@ import typer
 from cachesvc import __version__
 from cachesvc.cli.bench import bench
 from cachesvc.cli.config import config
+from cachesvc.cli.plan import plan
 from cachesvc.cli.replay import replay
 from cachesvc.cli.report import report
 from cachesvc.cli.serve import serve
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, config, report, replay, workload, status, bench):
+for command in (serve, config, report, replay, plan, workload, status, bench):
     app.command()(command)
 
 

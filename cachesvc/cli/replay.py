@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cachesvc.classes import CLASS_NAME
 from cachesvc.cli import options
 from cachesvc.cli._console import wide_console
-from cachesvc.config import parse_duration, parse_size
+from cachesvc.cli._ttl import check_class, duration, parse_ttls
+from cachesvc.config import parse_size
 from cachesvc.errors import ConfigError
 from cachesvc.trace.curve import Curve
 from cachesvc.trace.formats import Request, Trace, common_block, merged, open_trace
@@ -80,7 +80,7 @@ def replay(
     scale = _scale(sample)
     if curve and ttls != [None]:
         raise ConfigError("--curve is of capacities alone: it cannot be had with --ttl")
-    gap = _duration("--session-gap", session_gap)
+    gap = duration("--session-gap", session_gap)
     picture = Picture(plot) if plot is not None else None
     opened = _open(traces, classes or [])
     size = common_block(opened, block)
@@ -157,23 +157,11 @@ def _policies(text: str | None, *, limited: bool, curve: bool) -> list[str]:
 def _ttls(given: Sequence[str] | None, mode: str | None) -> list[TTL | None]:
     if mode not in (None, "sliding", "fixed"):
         raise ConfigError(f"--ttl-mode {mode!r} is unknown; use sliding or fixed")
-    if not given:
-        if mode:
-            raise ConfigError(f"--ttl-mode {mode} says nothing without --ttl")
-        return [None]
-    ttls: list[TTL | None] = []
-    for text in given:
-        parts = [part.partition("=") for part in text.split(",")]
-        named = {name: _duration("--ttl", ttl) for name, equals, ttl in parts if equals}
-        if not named:
-            ttls += [TTL(part, plain=_duration("--ttl", part), sliding=mode != "fixed") for part in text.split(",")]
-        elif len(named) < len(parts):
-            raise ConfigError(f"--ttl {text} mixes classes with a TTL for all, or names a class twice")
-        else:
-            for name in named:
-                _check_class("--ttl", text, name)
-            ttls.append(TTL(text, by_class=named, sliding=mode != "fixed"))
-    return ttls
+    if given:
+        return [*parse_ttls(given, sliding=mode != "fixed")]
+    if mode:
+        raise ConfigError(f"--ttl-mode {mode} says nothing without --ttl")
+    return [None]
 
 
 def _capacities(blocks: str | None, capacity: str | None, block_bytes: float | None) -> list[int]:
@@ -201,21 +189,6 @@ def _scale(sample: float | None) -> int:
     return round(1 / sample)
 
 
-def _duration(option: str, text: str) -> float:
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {error}") from error
-    if seconds <= 0 and option == "--ttl":
-        raise ConfigError(f"--ttl {text}: it must be more than 0")
-    return seconds
-
-
-def _check_class(option: str, text: str, name: str) -> None:
-    if not CLASS_NAME.fullmatch(name):
-        raise ConfigError(f"{option} {text}: class name {name!r} must match {CLASS_NAME.pattern}")
-
-
 def _open(paths: Sequence[Path], classes: Sequence[str]) -> list[Trace]:
     chosen: dict[Path, str] = {}
     for text in classes:
@@ -223,7 +196,7 @@ def _open(paths: Sequence[Path], classes: Sequence[str]) -> list[Trace]:
         matching = [path for path in paths if file in (str(path), path.name)]
         if not matching:
             raise ConfigError(f"--class {text} is not FILE=NAME with one of the traces")
-        _check_class("--class", text, name)
+        check_class("--class", text, name)
         chosen |= dict.fromkeys(matching, name)
     return [open_trace(path, chosen.get(path)) for path in paths]
 
