@@ -49,9 +49,9 @@ def rates(run: Run, kind: str, path: Path, repeats: int) -> None:
     references = sum(len(request.keys) for request in read(path))
     makes: dict[str, Callable[[], list[Simulation | Curve]]] = {
         "only read": list,
-        "lru": lambda: [*simulations(["lru"], [CAPACITY], [None])],
-        "fifo": lambda: [*simulations(["fifo"], [CAPACITY], [None])],
-        "s3fifo": lambda: [*simulations(["s3fifo"], [CAPACITY], [None])],
+        "lru": lambda: [*simulations(["lru"], [CAPACITY], [None], BLOCK)],
+        "fifo": lambda: [*simulations(["fifo"], [CAPACITY], [None], BLOCK)],
+        "s3fifo": lambda: [*simulations(["s3fifo"], [CAPACITY], [None], BLOCK)],
         "curve": lambda: [Curve()],
     }
     times = interleaved([Side(name, partial(replayed, path, make)) for name, make in makes.items()], repeats)

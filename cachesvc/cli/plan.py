@@ -194,20 +194,20 @@ def _cases_of_trace(path: Path, ttls: Sequence[TTL], gap: float) -> tuple[float 
     """Input tokens a day, and for each TTL what a cache without limit hits, writes and keeps."""
     trace = open_trace(path)
     block = common_block([trace], None)
-    caches = simulations([INFINITE], [], ttls)
+    caches = simulations([INFINITE], [], ttls, block)
     first, last = None, 0.0
     for request in merged([trace], block, gap):
         first, last = request.at if first is None else first, request.at
         for cache in caches:
             cache.ask(request)
-    cases = [_case_of(cache, ttl, block) for cache, ttl in zip(caches, ttls, strict=True)]
+    cases = [_case_of(cache, ttl) for cache, ttl in zip(caches, ttls, strict=True)]
     span = last - (first or 0.0)
     tokens = sum(counts.input_tokens for counts in caches[0].counts.values())
     return (tokens * DAY / span if span > 0 else None), cases
 
 
-def _case_of(cache: Simulation, ttl: TTL, block: int) -> _Case:
-    *by_class, total = rows(cache, block, sampled=False)
+def _case_of(cache: Simulation, ttl: TTL) -> _Case:
+    *by_class, total = rows(cache, sampled=False)
     written = {row.traffic_class: row.miss_tokens[NEVER_SEEN] + row.miss_tokens[EXPIRED] for row in by_class}
     everything = sum(written.values())
     retention = sum(tokens * ttl.of(name) for name, tokens in written.items()) / (everything or 1)
@@ -256,16 +256,4 @@ def _shown(number: Quantity) -> str:
     for scale, prefix in _SCALES:
         if value >= scale:
             return f"{value / scale:,.4g} {prefix}{'' if unit.startswith('B') else ' '}{unit}"
-    return f"{value:,.4g} {unit}".strip() if value < 1_000 else f"{value:,.0f} {unit}".strip()
-    if unit == "s" and value < 0.1:
-        return f"{value * 1e6:,.4g} µs"
-    if unit == "B" and value < 1e6:
-        return f"{value:,.0f} B"
-    for scale, prefix in _SCALES:
-        if value >= scale:
-            return (
-                f"{value / scale:,.4g} {prefix}{unit}"
-                if unit.startswith("B")
-                else f"{value / scale:,.4g} {prefix} {unit}"
-            )
     return f"{value:,.4g} {unit}".strip()

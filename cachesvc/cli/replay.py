@@ -94,7 +94,7 @@ def replay(
         raise ConfigError(
             f"--sample {sample:g} leaves fewer than {_MIN_SAMPLED} of {min(capacities)} blocks; sample more"
         )
-    caches = [Curve()] if curve else simulations(policies, capacities, ttls)
+    caches = [Curve()] if curve else simulations(policies, capacities, ttls, size)
     run_replay(_watched(opened, merged(opened, size, gap)), caches, scale)
     result: dict[str, Any] = {
         "traces": [{"path": str(trace.path), "format": trace.name, "block": trace.block} for trace in opened],
@@ -102,6 +102,7 @@ def replay(
         "weight": "tokens",
         "sample": None if scale == 1 else {"rate": 1 / scale, "error": "twice the standard error"},
     }
+    found = [(cache, rows(cache, sampled=scale > 1)) for cache in caches if isinstance(cache, Simulation)]
     title = f"{', '.join(trace.path.name for trace in opened)} at {size} tokens a block"
     if curve:
         (lru,) = (cache for cache in caches if isinstance(cache, Curve))
@@ -117,7 +118,6 @@ def replay(
             picture.curve(title, shown)
         table = _curve_table(title, lru, asked)
     else:
-        found = [(cache, rows(cache, size, sampled=scale > 1)) for cache in caches if isinstance(cache, Simulation)]
         result["results"] = [_cell(cache, block_bytes) | row.to_json() for cache, part in found for row in part]
         if picture:
             picture.grid(title, [(cache, part[-1]) for cache, part in found])
@@ -130,6 +130,8 @@ def replay(
         wide_console().print(
             f"Sampled: 1 block of {scale}; hot blocks and partial tails are exact. ± is twice the standard error."
         )
+    if own := sum(part[-1].local_tokens for _, part in found[:1]):
+        wide_console().print(f"{own:,} input tokens were in the engines' own caches: neither hits nor misses.")
     if any(isinstance(cache, Simulation) and cache.forgotten for cache in caches):
         wide_console().print("Blocks that left long ago were forgotten: some of never_seen is expired or evicted.")
 

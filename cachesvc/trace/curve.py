@@ -40,7 +40,6 @@ class Curve:
         self.blocks = 0
         self.scale = 0
         """How many blocks a sampled one stands for; 0: nothing is sampled."""
-        self.forgotten = 0
         self._last_use: dict[int, int] = {}
         self._paths: dict[int, _Path] = {}
         self._tree = _Fenwick(_FIRST_SLOTS)

@@ -36,12 +36,16 @@ _TRACE_VERSION: Final = 1
 
 
 class Request(NamedTuple):
-    """One prompt. `at` in seconds; `keys` of its full blocks, in prefix order."""
+    """One prompt. `at` in seconds; `keys` of its full blocks, in prefix order.
+
+    Of its tokens the first `local_tokens` were in the engine's own cache.
+    """
 
     at: float
     traffic_class: str
     input_tokens: int
     keys: list[int]
+    local_tokens: int = 0
 
 
 class Trace(ABC):
@@ -229,7 +233,7 @@ def interleaved(sessions: Iterable[Session]) -> Iterator[tuple[Session, int]]:
 class OwnTrace(Trace):
     """What `cachesvc record` writes. An event that counts::
 
-        {"event": "ask", "at": seconds since the epoch, "class": "agent", "block": 128, "input": 6607,
+        {"event": "ask", "at": seconds since the epoch, "class": "agent", "block": 128, "input": 6607, "local": 0,
          "keys": base64 of 8 bytes for each asked block, "again": true if this pass had asked before}
 
     A pass that asks again is not another request. Other events and fields mean nothing here.
@@ -266,11 +270,14 @@ class OwnTrace(Trace):
                 keys = array("Q", base64.b64decode(row["keys"], validate=True))
                 if len(keys) * own > tokens:
                     raise ValueError(f"{len(keys)} full blocks of {own} in {tokens} tokens")
+                local = int(row.get("local", 0))
+                if not 0 <= local <= tokens:
+                    raise ValueError(f"{local} local tokens of {tokens}")
                 step = self._step(block, own, line)
                 traffic_class = self.traffic_class or row["class"]
                 if not CLASS_NAME.fullmatch(traffic_class):
                     raise ValueError(f"class {traffic_class!r}")
-                yield Request(at, traffic_class, tokens, keys[step - 1 :: step].tolist())
+                yield Request(at, traffic_class, tokens, keys[step - 1 :: step].tolist(), local)
             except _MALFORMED as error:
                 raise self._broken(line, error) from error
 

@@ -11,16 +11,18 @@ from typing import Any, Final
 from cachesvc.trace.curve import Curve
 from cachesvc.trace.formats import Request
 from cachesvc.trace.sampling import Estimate, Sampled, Sampler, estimate
-from cachesvc.trace.simulate import INFINITE, NEVER_SEEN, PARTIAL_TAIL, REASONS, TTL, Counts, Simulation
+from cachesvc.trace.simulate import HIT, INFINITE, NEVER_SEEN, PARTIAL_TAIL, REASONS, TTL, Counts, Simulation
 
 ALL: Final = "all"
 _CURVE_POINTS: Final = 64
 
 
-def simulations(policies: Sequence[str], capacities: Sequence[int], ttls: Sequence[TTL | None]) -> list[Simulation]:
+def simulations(
+    policies: Sequence[str], capacities: Sequence[int], ttls: Sequence[TTL | None], block: int
+) -> list[Simulation]:
     """Every policy with every capacity (blocks) and TTL; an infinite cache only with every TTL."""
     return [
-        Simulation(policy, capacity, ttl)
+        Simulation(policy, capacity, ttl, block)
         for policy in policies
         for capacity in ([None] if policy == INFINITE else capacities)
         for ttl in ttls
@@ -43,11 +45,13 @@ def replay(requests: Iterable[Request], caches: Sequence[Simulation | Curve], sc
 
 @dataclass(frozen=True)
 class Row:
-    """One class, or all, in one simulation; in tokens. Hits and misses sum to the input."""
+    """One class, or all, in one simulation; in tokens. Local tokens, hits and misses sum to the input."""
 
     traffic_class: str
     requests: int
     input_tokens: int
+    local_tokens: int
+    """Held by the engine itself; always 0 when sampled."""
     hit_tokens: int
     miss_tokens: dict[str, int]
     error_tokens: float
@@ -66,6 +70,7 @@ class Row:
             "class": self.traffic_class,
             "requests": self.requests,
             "input_tokens": self.input_tokens,
+            "local_tokens": self.local_tokens,
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
             "hit_rate_error": self.hit_rate_error,
@@ -73,8 +78,9 @@ class Row:
         }
 
 
-def rows(simulation: Simulation, block: int, *, sampled: bool) -> list[Row]:
+def rows(simulation: Simulation, *, sampled: bool) -> list[Row]:
     """One row a class, and one for all."""
+    block = simulation.block
     by_class = dict(sorted(simulation.counts.items()))
     return [_row(name, counts, block, sampled) for name, counts in [*by_class.items(), (ALL, _sum(by_class.values()))]]
 
@@ -87,6 +93,7 @@ def _sum(counts: Iterable[Counts]) -> Counts:
             one.blocks + other.blocks,
             one.hits + other.hits,
             {reason: one.misses[reason] + other.misses[reason] for reason in one.misses},
+            one.local + other.local,
         ),
         counts,
         Counts(),
@@ -94,18 +101,26 @@ def _sum(counts: Iterable[Counts]) -> Counts:
 
 
 def _row(name: str, counts: Counts, block: int, sampled: bool) -> Row:
-    kinds = {"hit": counts.hits, **counts.misses}
+    kinds = {HIT: counts.hits, **counts.misses}
     if sampled:
         references = sum(kinds.values(), Counter())
         found = {kind: estimate(of, references, counts.blocks) for kind, of in kinds.items()}
     else:
         found = {kind: Estimate(of[0], 0.0) for kind, of in kinds.items()}
     tokens = {kind: round(of.blocks) * block for kind, of in found.items()}
-    hit, error = tokens.pop("hit"), found["hit"].error * block
     tokens[PARTIAL_TAIL] = counts.input_tokens - counts.blocks * block
     # What rounding left over; nothing without sampling.
-    tokens[NEVER_SEEN] += counts.input_tokens - hit - sum(tokens.values())
-    return Row(name, counts.requests, counts.input_tokens, hit, {reason: tokens[reason] for reason in REASONS}, error)
+    tokens[NEVER_SEEN] += counts.input_tokens - sum(tokens.values())
+    own = {kind: part - counts.local[kind] for kind, part in tokens.items()}
+    return Row(
+        name,
+        counts.requests,
+        counts.input_tokens,
+        counts.local.total(),
+        own[HIT],
+        {reason: own[reason] for reason in REASONS},
+        found[HIT].error * block,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ NEVER_SEEN: Final = "never_seen"
 EXPIRED: Final = "expired"
 EVICTED: Final = "evicted"
 PARTIAL_TAIL: Final = "partial_tail"
+HIT: Final = "hit"
 REASONS: Final = (NEVER_SEEN, EXPIRED, EVICTED, PARTIAL_TAIL)
 
 
@@ -55,13 +56,15 @@ class Counts:
     blocks: int = 0
     hits: Counter[int] = field(default_factory=Counter)
     misses: dict[str, Counter[int]] = field(default_factory=lambda: {reason: Counter() for reason in REASONS[:3]})
+    local: Counter[str] = field(default_factory=Counter)
+    """Tokens that the engine held itself, by what else they would have been: `HIT` or a reason."""
 
 
 class Simulation:
-    """`capacity` in blocks, None for no limit (then there is no policy either)."""
+    """`capacity` in blocks of `block` tokens, None for no limit (then there is no policy either)."""
 
-    def __init__(self, policy: str, capacity: int | None, ttl: TTL | None) -> None:
-        self.policy, self.capacity, self.ttl = policy, capacity, ttl
+    def __init__(self, policy: str, capacity: int | None, ttl: TTL | None, block: int) -> None:
+        self.policy, self.capacity, self.ttl, self.block = policy, capacity, ttl, block
         self.counts: dict[str, Counts] = {}
         self._limit = capacity or 0
         self._now = 0
@@ -105,8 +108,15 @@ class Simulation:
             counts.blocks += len(keys)
             counts.hits[0] += hits
             written, missing = keys, missed
-        if missed:
-            self._count_misses(counts, missed)
+        reasons = self._reasons(missed) if missed else []
+        if self._scale:
+            for key, reason in zip(missed, reasons, strict=True):
+                counts.misses[reason][key & TAGS] += 1
+        else:
+            for reason, blocks in Counter(reasons).items():
+                counts.misses[reason][0] += blocks
+        if isinstance(request, Request) and request.local_tokens:
+            self._count_local(counts, request.local_tokens, hits, reasons)
         fresh = missing if held.isdisjoint(missing) else [key for key in missing if key not in held]
         if self._policy is None:
             held.update(fresh)
@@ -119,22 +129,27 @@ class Simulation:
                 written, fresh = ([key for key in some if key in held] for some in (written, fresh))
             self._expiry.use(request.traffic_class, written, fresh, now)
 
-    def _count_misses(self, counts: Counts, missed: Sequence[int]) -> None:
-        """A block that is held behind a hole misses for the reason of the hole."""
-        if not self._ghosts and not self._scale:
-            counts.misses[NEVER_SEEN][0] += len(missed)
-            return
+    def _reasons(self, missed: Sequence[int]) -> list[str]:
+        """Why each block missed. One that is held behind a hole misses for the reason of the hole."""
+        if not self._ghosts:
+            return [NEVER_SEEN] * len(missed)
         reasons = self._ghosts.pop_all(missed)
         if not self._held.isdisjoint(missed):
             for index, key in enumerate(missed):
                 if key in self._held:
                     reasons[index] = reasons[index - 1]
-        if not self._scale:
-            for reason, blocks in Counter(reasons).items():
-                counts.misses[reason][0] += blocks
-            return
-        for key, reason in zip(missed, reasons, strict=True):
-            counts.misses[reason][key & TAGS] += 1
+        return reasons
+
+    def _count_local(self, counts: Counts, tokens: int, hits: int, reasons: Sequence[str]) -> None:
+        """The first `tokens` are neither hits nor misses of ours, as in the daemon's accounting."""
+        counts.local[HIT] += min(tokens, hits * self.block)
+        left = tokens - hits * self.block
+        for reason in (*reasons, PARTIAL_TAIL):
+            if left <= 0:
+                break
+            part = left if reason == PARTIAL_TAIL else min(left, self.block)
+            counts.local[reason] += part
+            left -= part
 
     def _use_lru(self, written: Sequence[int], fresh: Sequence[int]) -> None:
         """What leaves does not depend on when it is asked to: the most recent ones stay."""

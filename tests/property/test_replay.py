@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,10 +30,7 @@ def plainly(requests: list[Request], policy: Policy[int] | None, capacity: int, 
             del since[key]
             if policy is not None:
                 policy.remove(key)
-        for key in request.keys:
-            if key not in since:
-                break
-            hits += 1
+        hits += len(list(takewhile(since.__contains__, request.keys)))
         own = ttl.of(request.traffic_class) if ttl else float("inf")
         for key in reversed(request.keys):
             if key in since:
@@ -61,9 +60,9 @@ def test_a_simulation_does_what_a_plain_one_does(
     requests: list[Request], policy: str, capacity: int, ttls: dict[str, float] | None, sliding: bool
 ) -> None:
     ttl = None if ttls is None else TTL("", ttls, sliding=sliding)
-    (simulation,) = simulations([policy], [capacity], [ttl])
+    (simulation,) = simulations([policy], [capacity], [ttl], BLOCK)
     replay(requests, [simulation])
-    found = {row.traffic_class: row for row in rows(simulation, BLOCK, sampled=False)}
+    found = {row.traffic_class: row for row in rows(simulation, sampled=False)}
     expected = plainly(requests, POLICIES[policy]() if policy in POLICIES else None, capacity, ttl)
     assert found[ALL].hit_tokens == expected * BLOCK
     for row in found.values():

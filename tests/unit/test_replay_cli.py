@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trace_files import mooncake, session, write
+from trace_files import HEADER, ask, mooncake, session, write
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -42,6 +42,20 @@ def test_a_grid_as_json(typed: Typed, chat: Path, agent: Path) -> None:
         "never_seen": 5 * 512, "expired": 1024, "evicted": 0, "partial_tail": 76,
     }  # fmt: skip
     assert rows["lru", 1, "1h", "all"]["miss_tokens_by_reason"]["evicted"] == 1024 + 1024
+
+
+def test_what_the_engine_held_is_neither_hit_nor_miss(typed: Typed, tmp_path: Path) -> None:
+    """As in the daemon's accounting: hits and misses begin behind the local tokens."""
+    rows = [ask(0, [1, 2, 3], local=200), ask(1, [1, 2, 8, 9], tokens=600, local=130), ask(2, [5, 6], local=128)]
+    rows.append(ask(3, [7], tokens=200, local=190))
+    trace = write(tmp_path / "own", [HEADER, *rows])
+    (_, row) = json.loads(typed("replay", trace, "--json")[1])["results"]
+    assert row["local_tokens"] == 200 + 130 + 128 + 190
+    assert row["hit_tokens"] == 2 * 128 - 130
+    assert row["miss_tokens_by_reason"] == {
+        "never_seen": 184 + 256 + 128, "expired": 0, "evicted": 0, "partial_tail": 88 + 10,
+    }  # fmt: skip
+    assert "648 input tokens were in the engines' own caches" in typed("replay", trace)[1]
 
 
 def test_capacities_in_bytes_and_a_fixed_ttl(typed: Typed, chat: Path) -> None:

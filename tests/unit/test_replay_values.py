@@ -25,9 +25,9 @@ def requests(name: str, block: int) -> list[Request]:
 
 def hit_tokens(trace: tuple[str, int, int], policy: str, capacity: int | None, ttl: TTL | None) -> int:
     name, block, total = trace
-    (simulation,) = simulations([policy], [capacity or 0], [ttl])
+    (simulation,) = simulations([policy], [capacity or 0], [ttl], block)
     replay(requests(name, block), [simulation])
-    row = rows(simulation, block, sampled=False)[-1]
+    row = rows(simulation, sampled=False)[-1]
     assert row.input_tokens == total == row.hit_tokens + sum(row.miss_tokens.values())
     return row.hit_tokens
 
@@ -96,11 +96,11 @@ def test_touching_the_head_first_would_cost_hits() -> None:
 def test_a_sample_is_as_near_as_it_says(trace: tuple[str, int, int], scale: int) -> None:
     name, block, _ = trace
     capacities = [5_000, 10_000, 20_000, 50_000]
-    sampled, exact, curve = simulations(["lru"], capacities, [None]), Curve(), Curve()
+    sampled, exact, curve = simulations(["lru"], capacities, [None], block), Curve(), Curve()
     replay(requests(name, block), [*sampled, curve], scale)
     replay(requests(name, block), [exact])
     for simulation, capacity in zip(sampled, capacities, strict=True):
-        row = rows(simulation, block, sampled=True)[-1]
+        row = rows(simulation, sampled=True)[-1]
         assert row.input_tokens == row.hit_tokens + sum(row.miss_tokens.values())
         assert abs(row.hit_tokens - exact.hits(capacity).blocks * block) <= row.error_tokens
         assert 0 < row.hit_rate_error < 0.03

@@ -50,10 +50,10 @@ def test_the_first_block_of_every_prompt_is_exact_from_the_start() -> None:
 @pytest.mark.parametrize("ttl", [None, TTL("", plain=400.0), TTL("", plain=400.0, sliding=False)])
 def test_the_estimate_is_as_near_as_it_says(policy: str, ttl: TTL | None) -> None:
     requests = traffic(6_000)
-    (exact,), (sampled,) = (simulations([policy], [3_000], [ttl]) for _ in range(2))
+    (exact,), (sampled,) = (simulations([policy], [3_000], [ttl], 128) for _ in range(2))
     replay(requests, [exact])
     replay(requests, [sampled], SCALE)
-    true, guess = (rows(cache, 128, sampled=cache is sampled)[-1] for cache in (exact, sampled))
+    true, guess = (rows(cache, sampled=cache is sampled)[-1] for cache in (exact, sampled))
     assert true.error_tokens == 0 < guess.error_tokens < 0.08 * guess.input_tokens
     assert abs(true.hit_tokens - guess.hit_tokens) <= 1.5 * guess.error_tokens
     assert guess.input_tokens == true.input_tokens == guess.hit_tokens + sum(guess.miss_tokens.values())
@@ -62,11 +62,11 @@ def test_the_estimate_is_as_near_as_it_says(policy: str, ttl: TTL | None) -> Non
 
 def test_the_sampled_curve_is_sampled_lru() -> None:
     requests, curve = traffic(4_000), Curve()
-    caches = simulations(["lru"], [1_000, 2_500, 5_000], [None])
+    caches = simulations(["lru"], [1_000, 2_500, 5_000], [None], 128)
     replay(requests, [*caches, curve], SCALE)
     for cache in caches:
         assert cache.capacity is not None
-        row, point = rows(cache, 128, sampled=True)[-1], curve.hits(cache.capacity)
+        row, point = rows(cache, sampled=True)[-1], curve.hits(cache.capacity)
         assert point.blocks * 128 == pytest.approx(row.hit_tokens, rel=0.01)
 
 

@@ -50,12 +50,13 @@ def test_a_coarser_block_of_an_agent_file_runs_over_its_ranges(tmp_path: Path) -
 
 def test_our_own_format_skips_what_is_no_first_ask(tmp_path: Path) -> None:
     rows = [HEADER, {"event": "stored", "at": 1}, ask(5, [2**63, 3], tokens=300), ask(6, [3], again=True)]
-    rows.append(ask(7, [2**63], **{"class": "chat", "unheard": 1}))
+    rows.append(ask(7, [2**63], **{"class": "chat", "unheard": 1, "local": 100}))
     file = tmp_path / "own.gz"
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     first, second = read(file)
     assert (first.at, first.traffic_class, first.input_tokens) == (5, "agent", 300)
     assert second.traffic_class == "chat" and second.keys == first.keys[:1]
+    assert (first.local_tokens, second.local_tokens) == (0, 100)
     assert [len(request.keys) for request in read(file, block=256)] == [1, 0]
 
 
@@ -103,6 +104,7 @@ def test_the_block_is_128_where_it_can_be(tmp_path: Path) -> None:
         ([HEADER, ask(0, [1]), ask(0, [1], block=96)], "line 3: mixed block sizes"),
         ([HEADER, ask(0, [1], tokens=64)], "1 full blocks of 128 in 64 tokens"),
         ([HEADER, ask(0, [1]) | {"keys": "AAA"}], "malformed"),
+        ([HEADER, ask(0, [1], local=129)], "129 local tokens of 128"),
         ([HEADER, ask(0, [1]) | {"class": "No such class"}], "class 'No such class'"),
     ],
 )

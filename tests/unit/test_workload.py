@@ -16,9 +16,9 @@ from cachesvc.trace.workload import Workload, agent_trace, own_trace, sessions
 
 
 def hit_rates(requests: list[Request]) -> dict[str, tuple[int, float]]:
-    (cache,) = simulations(["infinite"], [], [None])
+    (cache,) = simulations(["infinite"], [], [None], 128)
     replay(requests, [cache])
-    return {row.traffic_class: (row.hit_tokens, row.hit_rate) for row in rows(cache, 128, sampled=False)}
+    return {row.traffic_class: (row.hit_tokens, row.hit_rate) for row in rows(cache, sampled=False)}
 
 
 def test_the_same_seed_makes_the_same_traffic() -> None:
