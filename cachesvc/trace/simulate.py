@@ -76,6 +76,8 @@ class Simulation:
         self._policy = None if capacity is None else POLICIES[policy]()
         self._expiry = None if ttl is None else _Expiry(ttl)
         self._ghosts = _Ghosts()
+        # A block that leaves for one of its own request is written again in turn: a fixed TTL begins anew then.
+        self._at_once = policy == "lru" and (ttl is None or ttl.sliding)
 
     @property
     def forgotten(self) -> int:
@@ -120,14 +122,14 @@ class Simulation:
         fresh = missing if held.isdisjoint(missing) else [key for key in missing if key not in held]
         if self._policy is None:
             held.update(fresh)
-        elif self.policy == "lru":
+        elif self._at_once:
             self._use_lru(written, fresh)
         else:
             fresh = self._use(written)
         if self._expiry is not None:
             if self._policy is not None and not held.issuperset(written):
                 written, fresh = ([key for key in some if key in held] for some in (written, fresh))
-            self._expiry.use(request.traffic_class, written, fresh, now)
+            self._expiry.use(request.traffic_class, written[::-1], fresh, now)
 
     def _reasons(self, missed: Sequence[int]) -> list[str]:
         """Why each block missed. One that is held behind a hole misses for the reason of the hole."""
@@ -152,7 +154,7 @@ class Simulation:
             left -= part
 
     def _use_lru(self, written: Sequence[int], fresh: Sequence[int]) -> None:
-        """What leaves does not depend on when it is asked to: the most recent ones stay."""
+        """All at once: what stays are the most recent ones, whenever the others are made to leave."""
         assert self._policy is not None
         self._held.update(fresh)
         self._policy.insert_all(reversed(fresh))
