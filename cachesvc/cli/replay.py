@@ -96,44 +96,46 @@ def replay(
         )
     caches = [Curve()] if curve else simulations(policies, capacities, ttls, size)
     run_replay(_watched(opened, merged(opened, size, gap)), caches, scale)
-    result: dict[str, Any] = {
-        "traces": [{"path": str(trace.path), "format": trace.name, "block": trace.block} for trace in opened],
-        "block": size,
-        "weight": "tokens",
-        "sample": None if scale == 1 else {"rate": 1 / scale, "error": "twice the standard error"},
-    }
-    found = [(cache, rows(cache, sampled=scale > 1)) for cache in caches if isinstance(cache, Simulation)]
     title = f"{', '.join(trace.path.name for trace in opened)} at {size} tokens a block"
-    if curve:
-        (lru,) = (cache for cache in caches if isinstance(cache, Curve))
-        shown = points(lru, size, sorted({*capacities, *spread_capacities(lru)}))
-        asked = points(lru, size, capacities or spread_capacities(lru)[:: -(-len(shown) // _TABLE_POINTS)])
-        result |= {
-            "requests": lru.requests,
-            "input_tokens": lru.input_tokens,
-            "distinct_blocks": lru.distinct_blocks,
-            "curve": [point.to_json(block_bytes) for point in shown],
-        }
-        if picture:
-            picture.curve(title, shown)
-        table = _curve_table(title, lru, asked)
-    else:
-        result["results"] = [_cell(cache, block_bytes) | row.to_json() for cache, part in found for row in part]
-        if picture:
-            picture.grid(title, [(cache, part[-1]) for cache, part in found])
-        table = _grid_table(title, found)
+    found = [(cache, rows(cache, sampled=scale > 1)) for cache in caches if isinstance(cache, Simulation)]
+    lru = next((cache for cache in caches if isinstance(cache, Curve)), None)
+    shown = points(lru, size, sorted({*capacities, *spread_capacities(lru)})) if lru else []
+    if picture and lru:
+        picture.curve(title, shown)
+    elif picture:
+        picture.grid(title, [(cache, part[-1]) for cache, part in found])
     if as_json:
+        result: dict[str, Any] = {
+            "traces": [{"path": str(trace.path), "format": trace.name, "block": trace.block} for trace in opened],
+            "block": size,
+            "weight": "tokens",
+            "sample": None if scale == 1 else {"rate": 1 / scale, "error": "twice the standard error"},
+        }
+        if lru:
+            result |= {
+                "requests": lru.requests,
+                "input_tokens": lru.input_tokens,
+                "distinct_blocks": lru.distinct_blocks,
+                "curve": [point.to_json(block_bytes) for point in shown],
+            }
+        else:
+            result["results"] = [_cell(cache, block_bytes) | row.to_json() for cache, part in found for row in part]
         print(json.dumps(result, indent=1))
         return
-    wide_console().print(table)
+    console = wide_console()
+    if lru:
+        few = [point for point in shown if point.capacity in capacities] or shown[:: -(-len(shown) // _TABLE_POINTS)]
+        console.print(_curve_table(title, lru, few))
+    else:
+        console.print(_grid_table(title, found))
     if scale > 1:
-        wide_console().print(
+        console.print(
             f"Sampled: 1 block of {scale}; hot blocks and partial tails are exact. ± is twice the standard error."
         )
     if own := sum(part[-1].local_tokens for _, part in found[:1]):
-        wide_console().print(f"{own:,} input tokens were in the engines' own caches: neither hits nor misses.")
-    if any(isinstance(cache, Simulation) and cache.forgotten for cache in caches):
-        wide_console().print("Blocks that left long ago were forgotten: some of never_seen is expired or evicted.")
+        console.print(f"{own:,} input tokens were in the engines' own caches: neither hits nor misses.")
+    if any(cache.forgotten for cache, _ in found):
+        console.print("Blocks that left long ago were forgotten: some of never_seen is expired or evicted.")
 
 
 # ---- what was given --------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ SUFFIXES: Final = (".png", ".svg", ".html")
 
 # Okabe and Ito's colours: told apart with any colour vision.
 _COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+_HEIGHT: Final = 4.5
+"""Inches."""
 _PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>
 <style>body{{margin:1rem auto;max-width:60rem;font-family:sans-serif}}svg{{width:100%;height:auto}}</style>
@@ -40,11 +42,11 @@ class Picture:
         except ImportError as error:
             raise ConfigError("--plot needs matplotlib: pip install 'cachesvc[plots]'") from error
         self._path = path
-        self._figure = Figure(figsize=(8, 4.5), layout="constrained")
+        self._figure = Figure(figsize=(8, _HEIGHT), layout="constrained")
 
     def curve(self, title: str, points: Sequence[Point]) -> None:
         """Hit rate of LRU over capacity."""
-        axes = self._axes(title, "capacity, blocks", "hit rate by tokens")
+        axes = self._axes(f"LRU, {title}", "capacity, blocks", "hit rate by tokens")
         capacities = [point.capacity for point in points]
         axes.semilogx(capacities, [point.hit_rate for point in points], color=_COLOURS[0])
         if any(point.hit_rate_error for point in points):
@@ -80,7 +82,9 @@ class Picture:
                 shares = [part / (row.input_tokens or 1) for part, (_, row) in zip(tokens, results, strict=True)]
                 axes.barh(names, shares, left=left, color=_COLOURS[index], label=kind.replace("_", " "))
                 left = [one + other for one, other in zip(left, shares, strict=True)]
+            axes.set_xlim(0, 1)
             axes.invert_yaxis()
+            self._figure.set_figheight(max(_HEIGHT, 0.35 * len(results)))
             self._figure.legend(loc="outside lower center", ncols=5)
         self._save(title)
 

@@ -40,9 +40,13 @@ def hit_tokens(trace: tuple[str, int, int], policy: str, capacity: int | None, t
         (CONVERSATION, "lru", 10_000, 31_746_560),
         (CONVERSATION, "lru", 50_000, 52_594_688),
         (CONVERSATION, "fifo", 10_000, 27_674_624),
+        (CONVERSATION, "s3fifo", 10_000, 29_504_512),
         (AGENT, "infinite", None, 545_039_232),
         (AGENT, "lru", 5_000, 237_397_120),
         (AGENT, "lru", 20_000, 520_888_576),
+        (AGENT, "fifo", 20_000, 497_570_176),
+        ((AGENT[0], 64, AGENT[2]), "lru", 40_000, 520_991_552),
+        ((AGENT[0], 256, AGENT[2]), "lru", 8_000, 504_844_288),
     ],
 )
 def test_capacities(trace: tuple[str, int, int], policy: str, capacity: int | None, expected: int) -> None:
@@ -61,6 +65,21 @@ def test_capacities(trace: tuple[str, int, int], policy: str, capacity: int | No
 )
 def test_ttls(trace: tuple[str, int, int], ttl: float, sliding: bool, expected: int) -> None:
     assert hit_tokens(trace, "infinite", None, TTL("", plain=ttl, sliding=sliding)) == expected
+
+
+@pytest.mark.parametrize(
+    ("trace", "policy", "capacity", "ttl", "sliding", "expected"),
+    [
+        (CONVERSATION, "lru", 3_000, 200.0, False, 9_917_952),
+        (CONVERSATION, "fifo", 10_000, 120.0, False, 24_099_840),
+        ((CONVERSATION[0], 1024, CONVERSATION[2]), "lru", 5_000, 300.0, False, 25_144_320),
+        (AGENT, "s3fifo", 20_000, 300.0, True, 504_602_368),
+    ],
+)
+def test_capacities_with_ttls(
+    trace: tuple[str, int, int], policy: str, capacity: int, ttl: float, sliding: bool, expected: int
+) -> None:
+    assert hit_tokens(trace, policy, capacity, TTL("", plain=ttl, sliding=sliding)) == expected
 
 
 @pytest.mark.parametrize(
