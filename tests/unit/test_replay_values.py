@@ -73,7 +73,7 @@ def test_ttls(trace: tuple[str, int, int], ttl: float, sliding: bool, expected: 
         (CONVERSATION, "lru", 3_000, 200.0, False, 9_917_952),
         (CONVERSATION, "fifo", 10_000, 120.0, False, 24_099_840),
         ((CONVERSATION[0], 1024, CONVERSATION[2]), "lru", 5_000, 300.0, False, 25_144_320),
-        (AGENT, "s3fifo", 20_000, 300.0, True, 504_602_368),
+        (CONVERSATION, "s3fifo", 20_000, 200.0, False, 30_965_760),
     ],
 )
 def test_capacities_with_ttls(
