@@ -8,6 +8,7 @@
     ├── AddressInUse                exit 4   the socket or port is taken
     ├── StoreUnusable               exit 5   the store's directory cannot be used
     ├── DaemonUnreachable           exit 6   the CLI got no answer
+    ├── TraceError                  exit 7   a trace cannot be read, or not in the way asked for
     ├── CallError                   what a client did wrong, or may not have now (mapped to gRPC status codes)
     │   ├── InvalidCall             malformed or over a limit
     │   ├── StaleAttachment         of another boot
@@ -45,6 +46,10 @@ class StoreUnusable(CacheError):
 
 class DaemonUnreachable(CacheError):
     exit_code = 6
+
+
+class TraceError(CacheError):
+    exit_code = 7
 
 
 class CallError(CacheError):

@@ -90,3 +90,12 @@ DEFAULT_RECORD_BYTES: Final = 256 * MiB
 
 # Events of the recording that wait to be written; past it they are lost, which is counted.
 MAX_QUEUED_EVENTS: Final = 100_000
+
+# Traces. A longer line is an error.
+MAX_TRACE_LINE_BYTES: Final = 256 * MiB
+
+# Dropped blocks that one simulation remembers with the reason, at least; an older one counts as never seen.
+MAX_REPLAY_GHOSTS: Final = 1_000_000
+
+# Points that the search for hot blocks counts when a trace is sampled; the rarest half is forgotten at it.
+MAX_HOT_CANDIDATES: Final = 40_000

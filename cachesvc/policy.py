@@ -40,6 +40,10 @@ class Policy(Protocol[Key]):
         """Keys in the order in which they should leave. Nothing is removed; change nothing while iterating."""
         ...
 
+    def evict(self, count: int) -> list[Key]:
+        """Removes that many keys, one victim after the other, or all that there are; the keys that left."""
+        ...
+
     def __len__(self) -> int: ...
 
 
@@ -69,8 +73,24 @@ class LRU(Generic[Key]):
     def victims(self) -> Iterator[Key]:
         return iter(self._order)
 
+    def evict(self, count: int) -> list[Key]:
+        return [self._order.popitem(last=False)[0] for _ in range(min(count, len(self._order)))]
+
     def __len__(self) -> int:
         return len(self._order)
+
+
+class FIFO(LRU[Key]):
+    """First in, first out: uses change nothing."""
+
+    def insert(self, key: Key) -> None:
+        self._order[key] = None
+
+    def touch(self, key: Key) -> None:
+        pass
+
+    def touch_all(self, keys: Iterable[Key]) -> None:
+        pass
 
 
 class S3FIFO(Generic[Key]):
@@ -124,6 +144,13 @@ class S3FIFO(Generic[Key]):
         return chain.from_iterable(
             (key for key, uses in queue.items() if bool(uses) is used) for queue in queues for used in (False, True)
         )
+
+    def evict(self, count: int) -> list[Key]:
+        gone = []
+        for _ in range(min(count, len(self))):
+            gone.append(next(self.victims()))
+            self.remove(gone[-1])
+        return gone
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)

@@ -17,12 +17,15 @@ from typing import Any
 import grpc
 import pytest
 
+from cachesvc.cli.main import main
 from cachesvc.keys import KEY_SCHEME_VERSION, Namespace, pack_keys, self_test_vector
 from cachesvc.record import checksum
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc import cache_pb2_grpc as pb_grpc
 
 TIMEOUT = 20.0
+
+Typed = Callable[..., tuple[int, str, str]]
 
 
 @dataclass
@@ -273,6 +276,20 @@ def client(daemon: Daemon, namespace: Namespace) -> Iterator[Client]:
     with Client(daemon.address) as made:
         made.attach(namespace, 1000)
         yield made
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """Runs the command line within this process: exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cachesvc", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
 
 
 def run_cli(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import typer
 from cachesvc import __version__
 from cachesvc.errors import CacheError
 
-COMMANDS: Final = ("serve", "config", "report", "status", "record", "bench")
+COMMANDS: Final = ("serve", "config", "report", "record", "replay", "plan", "workload", "status", "bench")
 """Each is a function of that name in a module of that name."""
 
 

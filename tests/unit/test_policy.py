@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.policy import LRU, S3FIFO, Policy
+from cachesvc.policy import FIFO, LRU, S3FIFO, Policy
 
 
 def simulate(policy: Policy[int], references: Sequence[int], capacity: int) -> list[bool]:
@@ -48,6 +48,30 @@ def test_s3fifo_keeps_its_books(references: list[int], capacity: int) -> None:
     assert len(set(policy.victims())) == len(policy)
 
 
+@given(REFERENCES, st.integers(1, 8))
+def test_fifo_keeps_the_last_to_come(references: list[int], capacity: int) -> None:
+    hits = simulate(FIFO(), references, capacity)
+    came: list[int] = []
+    for key, hit in zip(references, hits, strict=True):
+        assert hit == (key in came[-capacity:])
+        if not hit:
+            came.append(key)
+
+
+@given(REFERENCES, st.integers(0, 15), st.sampled_from([LRU, FIFO, S3FIFO]))
+def test_evict_is_one_victim_after_the_other(references: list[int], count: int, kind: type[Policy[int]]) -> None:
+    one, other = kind(), kind()
+    for policy in (one, other):
+        policy.insert_all(dict.fromkeys(references))
+        policy.touch_all(references)
+    expected = []
+    while len(other) and len(expected) < count:
+        expected.append(next(iter(other.victims())))
+        other.remove(expected[-1])
+    assert one.evict(count) == expected
+    assert list(one.victims()) == list(other.victims())
+
+
 def test_s3fifo_lets_a_scan_pass_by_the_hot_keys() -> None:
     hot = [0, 1, 2, 3] * 3
     scan = list(range(100, 200))
@@ -58,7 +82,7 @@ def test_s3fifo_lets_a_scan_pass_by_the_hot_keys() -> None:
 
 @given(st.lists(st.sampled_from("itrv"), max_size=60), st.lists(st.integers(0, 5), min_size=60, max_size=60))
 def test_any_use_of_a_policy_is_survived(calls: list[str], keys: list[int]) -> None:
-    for policy in (LRU[int](), S3FIFO[int]()):
+    for policy in (LRU[int](), FIFO[int](), S3FIFO[int]()):
         known: set[int] = set()
         for call, key in zip(calls, keys, strict=False):
             if call == "i":

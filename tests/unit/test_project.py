@@ -28,7 +28,7 @@ ALLOWED = {
     "cachesvc.kernels": ("cachesvc.keys", "cachesvc.kernels"),
 }
 OUTSIDE_THE_DAEMON = ("cachesvc.connector", "cachesvc.engine", "cachesvc.kernels")
-CLIENTS = ("cachesvc/cli/bench.py", "cachesvc/benchmark/")
+CLIENTS = ("cachesvc/cli/bench.py", "cachesvc/cli/workload.py", "cachesvc/benchmark/")
 """In the daemon's folder, but clients of it."""
 
 
