@@ -68,14 +68,14 @@ class Catalog:
             del entries[length:]
         return found, reason, place
 
-    def touch(
-        self, identities: Sequence[Sequence[bytes]], found: Sequence[Sequence[Entry]], traffic_class: TrafficClass
-    ) -> None:
-        """Refreshes the use time of matched blocks."""
+    def touch(self, identities: Sequence[Sequence[bytes]], traffic_class: TrafficClass) -> None:
+        """Refreshes the use time of matched blocks, by shard, where they lie by now."""
         with self.lock:
             now = self._clock.now()
-            for ids, entries in zip(identities, found, strict=True):
-                for entry in entries:
+            for ids in identities:
+                for entry in map(self._table.get, ids):
+                    if entry is None:
+                        continue
                     if entry.traffic_class is traffic_class and entry.used < now:
                         entry.used = now
                     else:
@@ -203,11 +203,13 @@ class Catalog:
         self._ghosts.forget(identity)
 
     def move_locked(self, identity: bytes, entry: Entry) -> bool:
-        """Where a block lies now. False when it was dropped meanwhile."""
-        known = identity in self._table
-        if known:
-            self._table[identity] = entry
-        return known
+        """Where a block lies now. Uses while it was being written count. False when it was dropped meanwhile."""
+        old = self._table.get(identity)
+        if old is None:
+            return False
+        entry.touch(old.traffic_class, old.used)
+        self._table[identity] = entry
+        return True
 
     def drop_locked(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         if self._table.get(identity) is entry:

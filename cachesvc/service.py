@@ -498,7 +498,7 @@ class Service:
     ) -> None:
         """What is left to do for a look-up once it is answered."""
         self.observer.asked(opened, keys, entries[0])
-        self.store.touch(identities, entries, traffic_class, hold)
+        self.store.touch(identities, traffic_class, hold)
 
     def _gauges(self) -> dict[str, int]:
         return {

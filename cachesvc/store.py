@@ -71,12 +71,11 @@ class Store:
     def touch(
         self,
         identities: Sequence[Sequence[bytes]],
-        found: Sequence[Sequence[Entry]],
         traffic_class: TrafficClass,
         hold: Hold | None,
     ) -> None:
         """Marks matched blocks as used, where they lie; may follow the answer."""
-        self.catalog.touch(identities, found, traffic_class)
+        self.catalog.touch(identities, traffic_class)
         if hold is not None:
             self.arena.touch(hold.slots)
 

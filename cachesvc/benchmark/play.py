@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,11 @@ from cachesvc.trace.formats import Request
 _DEADLINE_SECONDS: Final = 60.0
 _OPTIONS: Final = CacheOptions(save_deadline_s=_DEADLINE_SECONDS, control_deadline_s=10.0)
 _STORED_AT_ONCE: Final = 1_024
+
+
+def _key(key: int) -> bytes:
+    """Spread evenly, like the keys of real prompts: the daemon samples by them."""
+    return hashlib.blake2b(key.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
 @dataclass
@@ -71,13 +77,13 @@ def play(
         attachment = client.attach(namespace.canonical_json(), [payload_bytes])
         for number, request in enumerate(requests):
             pace.wait(number, request.at)
-            keys = [key.to_bytes(KEY_BYTES, "little") for key in request.keys[:MAX_KEYS]]
+            keys = [_key(key) for key in request.keys[:MAX_KEYS]]
             match = client.match(
                 attachment,
                 keys,
                 traffic_class=request.traffic_class,
                 input_tokens=request.input_tokens,
-                local_tokens=0,
+                local_tokens=request.local_tokens,
                 min_blocks=1,
                 pass_id=os.urandom(16),
                 unreachable_tokens=0,

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cachesvc.cli import options
 from cachesvc.cli._console import wide_console
+from cachesvc.cli._recount import RECORDED, print_recount
 from cachesvc.cli._ttl import check_class, duration, parse_ttls
 from cachesvc.config import parse_size
 from cachesvc.errors import ConfigError
@@ -40,7 +41,11 @@ Ttl = Annotated[
 ]
 TtlMode = Annotated[str | None, typer.Option(help="sliding (since last use, the default) or fixed (since written)")]
 PolicyOption = Annotated[
-    str | None, typer.Option("--policy", help="lru, fifo, s3fifo, infinite, or several: lru,s3fifo; default: lru")
+    str | None,
+    typer.Option(
+        "--policy",
+        help="lru (default), fifo, s3fifo, infinite, several such as lru,s3fifo; or recorded: as the daemon counted",
+    ),
 ]
 SessionGap = Annotated[str, typer.Option(help="agent files: the k-th session starts at k times this")]
 Classes = Annotated[list[str] | None, typer.Option("--class", help="FILE=NAME: the class of a file; repeat it")]
@@ -71,6 +76,11 @@ def replay(
     as_json: options.Json = False,
 ) -> None:
     """Replays traces against caches that one might have: hit rate by tokens, and why the rest missed."""
+    if policy == RECORDED:
+        if blocks or capacity or ttl or sample or curve or plot or block:
+            raise ConfigError("--policy recorded counts what happened: it takes no other option but --json")
+        print_recount(traces, as_json=as_json)
+        return
     if block is not None and block <= 0:
         raise ConfigError(f"--block {block}: a block has at least 1 token")
     if bytes_per_token is not None and bytes_per_token <= 0:
@@ -143,7 +153,7 @@ def replay(
 
 def _policies(text: str | None, *, limited: bool, curve: bool) -> list[str]:
     policies = text.split(",") if text else ["lru" if limited or curve else INFINITE]
-    known = [*POLICIES, INFINITE]
+    known = [*POLICIES, INFINITE, RECORDED]
     for policy in policies:
         if policy not in known:
             raise ConfigError(f"--policy {policy!r} is unknown; use {', '.join(known)}")

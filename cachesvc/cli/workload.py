@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,7 +21,9 @@ from cachesvc.cli._console import wide_console
 from cachesvc.cli._daemon import fetch_report
 from cachesvc.config import parse_duration, parse_size
 from cachesvc.errors import ConfigError
+from cachesvc.keys import BLOCK_TOKENS
 from cachesvc.limits import MAX_PAYLOAD_BYTES
+from cachesvc.trace.formats import Request, common_block, merged, open_trace
 from cachesvc.trace.workload import Workload, agent_trace, own_trace
 
 Agents = Annotated[int, typer.Option(help="agent sessions", min=0)]
@@ -31,6 +34,7 @@ Requests = Annotated[int | None, typer.Option(help="stop after so many requests"
 Format = Annotated[str, typer.Option("--format", help="cachesvc (our own), or agent: one class, whole sessions")]
 Out = Annotated[Path | None, typer.Option("--out", help="file to write, .gz packs it; - is the standard output")]
 Play = Annotated[bool, typer.Option("--play", help="play it against a live daemon instead")]
+Traces = Annotated[list[Path] | None, typer.Option("--trace", help="with --play: a trace instead; repeat it")]
 Clock = Annotated[str, typer.Option(help="with --play: real waits as the traffic says, virtual does not")]
 Rate = Annotated[float, typer.Option(help="with the virtual clock: requests a second; 0: as fast as it goes", min=0)]
 OffsetFile = Annotated[
@@ -52,6 +56,7 @@ def workload(
     trace_format: Format = "cachesvc",
     out: Out = None,
     play: Play = False,
+    traces: Traces = None,
     address: options.Address = None,
     clock: Clock = "virtual",
     rate: Rate = 0.0,
@@ -60,8 +65,10 @@ def workload(
     as_json: options.Json = False,
 ) -> None:
     """Makes agent and chat traffic from fitted parameters: a trace file, or load for a running daemon."""
-    if not agents and not chats:
+    if not agents and not chats and not traces:
         raise ConfigError("there is nothing to make: give --agents or --chats")
+    if traces and (not play or agents or chats):
+        raise ConfigError("--trace goes with --play, and with neither --agents nor --chats")
     if (out is None) != play:
         raise ConfigError("give one of --out FILE and --play")
     for option, value, known in (("--format", trace_format, _FORMATS), ("--clock", clock, _CLOCKS)):
@@ -77,7 +84,9 @@ def workload(
         raise ConfigError(f"--payload-bytes {payload_bytes}: payloads have 1 to {MAX_PAYLOAD_BYTES} bytes")
     traffic = Workload(agents, chats, seed, gap)
     if play:
-        _play(traffic, requests, address, clock == "real", rate, clock_offset_file, size, as_json)
+        opened = [open_trace(path) for path in traces or ()]
+        stream = merged(opened, common_block(opened, BLOCK_TOKENS), gap) if opened else traffic.requests()
+        _play(islice(stream, requests), seed, address, clock == "real", rate, clock_offset_file, size, as_json)
         return
     assert out is not None
     if trace_format == "agent":
@@ -106,8 +115,8 @@ def _write(out: Path, lines: Iterable[str]) -> None:
 
 
 def _play(
-    traffic: Workload,
-    limit: int | None,
+    requests: Iterable[Request],
+    seed: int,
     address: str | None,
     real: bool,
     rate: float,
@@ -126,7 +135,7 @@ def _play(
             status.update(f"playing … {played.requests:,} requests, {played.hits:,} of {played.input:,} tokens hit")
 
         pace = Pace(real=real, rate=rate, offset_file=offset_file)
-        played = play(traffic.requests(limit), str(client_address(address)), pace, size, traffic.seed, tell)
+        played = play(requests, str(client_address(address)), pace, size, seed, tell)
     if as_json:
         print(json.dumps(asdict(played), indent=1))
     else:

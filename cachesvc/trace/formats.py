@@ -322,16 +322,21 @@ def common_block(traces: Sequence[Trace], block: int | None) -> int:
 def merged(traces: Sequence[Trace], block: int, session_gap: float) -> Iterator[Request]:
     """The requests of all traces in order of time; at the same time in the order of the traces. Raises `TraceError`."""
     spaces = (number << ID_BITS for number in count())
-    streams = [_not_empty(trace, trace.requests(block, spaces, session_gap)) for trace in traces]
-    return heapq.merge(*streams, key=lambda request: request.at) if len(streams) > 1 else iter(streams[0])
-
-
-def _not_empty(trace: Trace, requests: Iterator[Request]) -> Iterator[Request]:
-    request = next(requests, None)
-    if request is None:
-        raise TraceError(f"{trace.path} is empty: no requests to replay")
-    yield request
+    streams = [trace.requests(block, spaces, session_gap) for trace in traces]
+    requests = heapq.merge(*streams, key=lambda request: request.at) if len(streams) > 1 else iter(streams[0])
+    first = next(requests, None)
+    if first is None:
+        raise TraceError(f"{', '.join(str(trace.path) for trace in traces)} is empty: no requests to replay")
+    yield first
     yield from requests
+
+
+def events(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
+    """All events of recordings, file after file. Raises `TraceError`."""
+    for path in paths:
+        if not isinstance(open_trace(path), OwnTrace):
+            raise TraceError(f"{path} is no recording of a daemon: only those say what became of each request")
+        yield from (row for _, row, _ in _read(path) if "event" in row)
 
 
 def _apart(ids: list[int], space: int) -> list[int]:

@@ -21,10 +21,15 @@ class Recount:
         self.accounting = Accounting()
         self.lost = 0
         """Events that the recording lacks: if there are any, the counts are not exact."""
+        self.whole = True
+        """Whether it tells from its beginning on what is stored."""
+        self._begun = False
         self._boot()
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Takes the next event. Raises `KeyError`, `ValueError` or `TypeError` for a malformed one."""
+        self.whole &= self._begun or event["event"] == "boot"
+        self._begun = True
         match event["event"]:
             case "ask":
                 self._ask(event)

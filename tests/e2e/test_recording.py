@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Client, Daemon, make_payloads, wait_until
+from conftest import Client, Daemon, cli_json, make_payloads, wait_until
 
 from cachesvc.accounting import RowKey
 from cachesvc.keys import Namespace, chain_keys, tenant_id
@@ -116,6 +116,12 @@ def test_counting_the_recording_again_gives_what_the_daemon_counted(
     assert by_counts[0] == by_counts[1]
     total: Counter[str] = sum(live.values(), Counter())
     assert total["passes"] == PASSES
+    said = cli_json("replay", "--policy", "recorded", *map(str, (daemon.store / "trace").glob("*.jsonl")))["total"]
+    assert isinstance(said, dict)
+    for name in ("passes", "input"):
+        assert said[name if name == "passes" else f"{name}_tokens"] == total[name]
+    for kind, prefix in (("hit_tokens_by_tier", "hit."), ("miss_tokens_by_reason", "miss.")):
+        assert said[kind] == {name.removeprefix(prefix): n for name, n in total.items() if name.startswith(prefix)}
     assert total["input"] == total["local"] + sum(n for name, n in total.items() if name.startswith(("hit.", "miss.")))
     for name in ("hit.dram", "hit.disk", "miss.never_seen", "miss.expired", "miss.evicted", "miss.unreachable"):
         assert total[name] > 0, f"{name} did not happen: the test proves less than it says"

@@ -77,8 +77,7 @@ def test_the_use_of_blocks_is_known_after_a_kill_with_their_segment_still_open(t
     identities = [os.urandom(16) for _ in range(8)]
     assert save(store, identities) == set()
     clock.advance(2.5 * DAY)
-    entries, _, _ = store.catalog.match([identities], [SHAPE], AGENT)
-    store.touch([identities], entries, AGENT, None)
+    store.touch([identities], AGENT, None)
     store.maintain()
     shutil.copytree(tmp_path / "store", tmp_path / "killed")  # what a kill at this moment leaves
     store.close()
