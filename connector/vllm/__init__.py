@@ -1,6 +1,6 @@
-"""The connector for vLLM: one flag, and prefixes outlive the engine and are shared between engines (``docs/vllm.md``).
+"""The connector for vLLM: one flag, and prefixes outlive the engine and are shared with others (``docs/vllm.md``).
 
-vLLM loads `CacheConnector` by ``kv_connector_module_path``, once in the process of its scheduler and once in each worker:
+vLLM loads `CacheConnector` by ``kv_connector_module_path``, once in its scheduler's process and once in each worker:
 
 ===========  ====================================================================================
 adapter      vLLM's interface, each call handed to the side that it is for

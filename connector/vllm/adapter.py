@@ -53,7 +53,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             geometry = geometry_of(vllm_config, kv_cache_config)
         except Unsupported as reason:
-            logger.warning("the KV of this engine is not cached, for cachesvc does not know how to store %s", reason)
+            logger.warning("this engine runs without cachesvc, which does not know how to store %s", reason)
             return
         if role == KVConnectorRole.SCHEDULER:
             self._begin_scheduler(vllm_config, kv_cache_config, geometry, settings)

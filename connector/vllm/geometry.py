@@ -5,7 +5,7 @@ keeps it. Pages are moved as bytes, so a payload is ``[parts, layers, pages, byt
 vLLM's memory allows, and nothing here knows heads. The price is that engines share KV only where the backend, the block
 size and the parallel layout agree; all of that is in the namespace.
 
-All groups that vLLM's own prefix cache may serve are stored together in one payload, those with a sliding window too, so
+All groups that vLLM's own prefix cache may serve are stored together in one payload, those with a sliding window too:
 a hit is one of every group at once. Groups that it may not (``prefix_cacheable`` is false) are never stored.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
     UniformTypeKVCacheSpecs,
@@ -111,6 +112,10 @@ class Geometry:
 def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     """Raises `Unsupported`."""
     parallel = vllm_config.parallel_config
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    if current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked:
+        # vLLM turns its own prefix cache off there: its attention is not exact behind a prefix that is in the cache.
+        raise Unsupported("MLA on a CPU on which vLLM does not continue a prefix")
     replay = 0
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         replay = max(replay, group.kv_cache_spec.prefix_replay_tokens)
@@ -168,7 +173,7 @@ def _most_layers(vllm_config: Any, here: int, parts: int) -> int:
     if parts > 1:
         raise Unsupported("pipeline parallelism with more than one kind of KV")
     total = vllm_config.model_config.get_total_num_hidden_layers()
-    spans = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    spans: list[tuple[int, int]] = [get_pp_indices(total, stage, stages) for stage in range(stages)]
     return max(end - start for start, end in spans)
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("cachesvc.connector")
 SAVING_S: Final = 30.0
 """How long a block that a worker was told to save counts as stored, though no match has shown it yet."""
 
-TIER_NAMES: Final = {pb.TIER_DRAM: "dram", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
+TIER_NAMES: Final[dict[int, str]] = {pb.TIER_DRAM: "dram", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
 
 
 class RequestState:
@@ -81,6 +81,7 @@ class SchedulerSide:
         self._setup: Setup | None = None
         self._waited_s = 0.0
         self.cache = self._open(namespace)
+        self.cache.ready(settings.options.match_deadline_s)  # so that an engine that has just started hits at once
 
     def _open(self, namespace: Namespace) -> PrefixCache:
         """It only asks, and loads nothing, so it does not map the arena."""

@@ -50,6 +50,8 @@ PERIOD_S: Final = 0.2
 class ConnectorStats(KVConnectorStats):
     """`data` maps names to numbers: counts are of an interval, gauges are the last seen."""
 
+    data: dict[str, float]
+
     def reset(self) -> None:
         self.data = {}
 

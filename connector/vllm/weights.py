@@ -29,8 +29,8 @@ _PIECE: Final = 64 << 20
 def digest_files(path: Path) -> str:
     """Digest (hex) over the names and contents of weight files: of a directory's, or of one file.
 
-    Takes the time of reading them once, from the page cache as a rule. Raises `OSError`, and `ValueError` when there are
-    no weights.
+    Takes the time of reading them once, from the page cache as a rule. Raises `OSError`, and `ValueError` when there
+    are no weights.
     """
     started, read = time.monotonic(), 0
     files = sorted(path.iterdir()) if path.is_dir() else [path]

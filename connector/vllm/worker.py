@@ -1,7 +1,7 @@
 """A worker's side: loads into and saves from vLLM's KV tensors, as the scheduler's side has decided.
 
 Loads run in threads of their own, since the pages that they fill belong to a request that vLLM does not run meanwhile.
-Saves are copied into the save queue at the end of the step that completed them, and travel in the background: so vLLM may
+Saves are copied into the save queue at the end of the step that completed them, and travel in the background: vLLM may
 free or overwrite pages whenever it likes, and no request is kept waiting by a slow daemon.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -187,7 +187,7 @@ class WorkerSide:
             self.cache.look_up(p)
             self.cache.wait(p, self._settings.options.match_deadline_s)
             loaded = self.cache.load(p, partial(self._scatter, job))
-        except Exception:  # noqa: BLE001  vLLM waits for the end of this load, whatever happens to it
+        except Exception:  # vLLM waits for the end of this load, whatever happens to it
             logger.exception("a load failed")
         self._note(job, max(job.local_tokens, min(loaded, job.end_tokens)), time.monotonic() - started)
 
@@ -237,7 +237,7 @@ class WorkerSide:
         p.next_save = max(p.next_save, min(request.pages))
         try:
             self.cache.save(p, (max(request.pages) + 1) * self._geometry.block_tokens, partial(self._gather, request))
-        except Exception:  # noqa: BLE001  what cannot be saved must not end the engine
+        except Exception:  # what cannot be saved must not end the engine
             logger.exception("blocks are not saved")
             self._given_up += len(request.pages)
             request.pages.clear()
@@ -260,7 +260,7 @@ class WorkerSide:
     def _newly_lost(self) -> int:
         if self.cache is None:
             return 0
-        stats: Any = self.cache.stats
+        stats = self.cache.stats
         lost = stats.dropped_blocks + stats.refused_blocks + stats.failed_blocks + stats.unsaved_blocks + self._given_up
         new, self._reported_lost = lost - self._reported_lost, lost
         return new
