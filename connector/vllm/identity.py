@@ -151,4 +151,3 @@ def _device() -> str:
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
         return f"cpu {torch.backends.cpu.get_cpu_capability()} amx={bool(amx)}"
     return f"{name} {current_platform.get_device_name()}"
-

@@ -1,4 +1,4 @@
-"""An engine process for tests: vLLM in this process, commands as JSON lines on stdin, answers on a descriptor of its own.
+"""An engine process for tests: vLLM, commands as JSON lines on stdin, answers on a descriptor of its own.
 
 usage: serve_commands.py ANSWERS_FD OPTIONS_JSON        options: arguments of ``vllm.LLM``
 """
@@ -25,7 +25,9 @@ def run(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
         params = SamplingParams(
             temperature=0.0, max_tokens=command.get("max_tokens", 16), ignore_eos=True, extra_args=extra
         )
-        asked = {"prompt_token_ids": prompt, "cache_salt": command["salt"]} if "salt" in command else {"prompt_token_ids": prompt}
+        asked = {"prompt_token_ids": prompt}
+        if "salt" in command:
+            asked["cache_salt"] = command["salt"]
         engine.add_request(str(number), asked, params)
     steps = 0
     first: dict[str, float] = {}
