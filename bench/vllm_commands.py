@@ -1,6 +1,6 @@
-"""An engine process for tests: vLLM, commands as JSON lines on stdin, answers on a descriptor of its own.
+"""An engine process for benchmarks and tests: vLLM, commands as JSON lines on stdin, answers on a descriptor of its own.
 
-usage: serve_commands.py ANSWERS_FD OPTIONS_JSON        options: arguments of ``vllm.LLM``
+usage: vllm_commands.py ANSWERS_FD OPTIONS_JSON        options: arguments of ``vllm.LLM``
 """
 
 from __future__ import annotations

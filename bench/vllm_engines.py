@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, driven by tests and benchmarks."""
+"""vLLM in a process of its own, driven by benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine:
         read, write = os.pipe()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("serve_commands.py")), str(write), json.dumps(options)],
+                [sys.executable, str(Path(__file__).with_name("vllm_commands.py")), str(write), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
