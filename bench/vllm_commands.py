@@ -1,4 +1,4 @@
-"""An engine process for benchmarks and tests: vLLM, commands as JSON lines on stdin, answers on a descriptor of its own.
+"""An engine process for benchmarks and tests: vLLM, JSON lines on stdin, answers on a descriptor of its own.
 
 usage: vllm_commands.py ANSWERS_FD OPTIONS_JSON        options: arguments of ``vllm.LLM``
 """

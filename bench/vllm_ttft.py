@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from vllm_engines import Engine
 
 from cachesvc.benchmark.harness import Baseline, Result, Run
 from cachesvc.benchmark.process import DaemonProcess
-from cachesvc.benchmark.table import print_table
+from cachesvc.benchmark.table import rich_table
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 128
@@ -142,7 +143,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        print_table(result)
+        Console(width=None if sys.stdout.isatty() else 200).print(rich_table(result))
     return 0
 
 

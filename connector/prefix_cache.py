@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from cachesvc.connector.link import Link
 from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader, Stream
 from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
-from cachesvc.connector.passes import Answer, KeyedPass, Lease, Pass
+from cachesvc.connector.passes import Answer, Lease, Pass
 from cachesvc.connector.staging import Saver
 from cachesvc.connector.stats import CacheStats, Counters
 from cachesvc.connector.workers import Workers
@@ -112,61 +112,6 @@ class PrefixCache(BasePrefixCache):
         if self._link.current() is None or not self._lookups.submit(partial(self._look_up, p)):
             p.put_answer(self._not_asked(p))
         return p
-
-    def begin_keys(
-        self,
-        keys: Sequence[bytes],
-        prompt_tokens: int,
-        *,
-        pass_id: bytes,
-        traffic_class: str | None = None,
-        local_tokens: int = 0,
-    ) -> KeyedPass:
-        """A pass in the process that has the pages, with the keys and the id of one that another process has begun.
-
-        It is settled, without a hit, and can be saved. To load, `look_up` first.
-        """
-        p = KeyedPass(
-            keys,
-            prompt_tokens,
-            pass_id=pass_id,
-            traffic_class=traffic_class or self._traffic_class,
-            local_tokens=local_tokens,
-        )
-        p.pending = False
-        return p
-
-    def look_up(self, p: KeyedPass) -> None:
-        """Begins the look-up of such a pass, once; `wait` and `load` follow as after `begin`."""
-        p.deadline = time.monotonic() + self.options.match_deadline_s
-        p.pending = True
-        self._counters.add(lookups=1, input_tokens=p.prompt_tokens)
-        if not self._usable or self._link.current() is None or not self._lookups.submit(partial(self._look_up, p)):
-            p.put_answer(self._not_asked(p))
-
-    def extend_keys(self, p: KeyedPass, keys: Sequence[bytes]) -> None:
-        """`extend` for such a pass."""
-        p.keys.extend(keys)
-
-    def learn(self, keys: Sequence[bytes], stored_blocks: int) -> None:
-        """What another process has been told: the first `stored_blocks` of a prompt's blocks are stored, no others."""
-        self._known.add(keys[:stored_blocks])
-        self._known.discard(keys[stored_blocks:])
-
-    def distrust(self, key: bytes) -> None:
-        """Another process could not load this block: no match of this one reaches over it for `failed_hit_s`."""
-        self._failed.add(key)
-
-    def decline(self, p: Pass) -> None:
-        """The hit is not wanted: gives up its lease. The pass goes on, its blocks can be saved."""
-        lease = p.take_lease() if self._usable else None
-        if lease is not None:
-            self._release(lease, 0, pb.BYPASSED)
-
-    @property
-    def attached(self) -> bool:
-        """Whether there is a daemon to use now."""
-        return self._usable and self._link.current() is not None
 
     def poll(self, p: Pass) -> bool:
         if p.pending:
@@ -275,7 +220,7 @@ class PrefixCache(BasePrefixCache):
         return CacheStats(
             **values,
             queued_bytes=self._saver.queued_bytes if self._usable else 0,
-            attached=self.attached,
+            attached=self._usable and self._link.current() is not None,
             breaker=state,
             breaker_openings=openings,
         )

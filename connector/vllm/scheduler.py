@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from cachesvc.connector.memory import RecentKeys
 from cachesvc.connector.passes import Pass
-from cachesvc.connector.prefix_cache import PrefixCache
+from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.vllm import identity
 from cachesvc.connector.vllm.geometry import Geometry
 from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, SaveJob, Setup, StepMetadata, WorkerReport
@@ -83,10 +83,10 @@ class SchedulerSide:
         self.cache = self._open(namespace)
         self.cache.ready(settings.options.match_deadline_s)  # so that an engine that has just started hits at once
 
-    def _open(self, namespace: Namespace) -> PrefixCache:
+    def _open(self, namespace: Namespace) -> SplitPrefixCache:
         """It only asks, and loads nothing, so it does not map the arena."""
         self._setup = Setup(namespace.canonical_json())
-        return PrefixCache(
+        return SplitPrefixCache(
             namespace,
             self._geometry.payload_bytes,
             address=self._settings.address,

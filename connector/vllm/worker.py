@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from cachesvc.connector.passes import KeyedPass
-from cachesvc.connector.prefix_cache import PrefixCache
+from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.vllm.geometry import Geometry, PagedKV, Unsupported
 from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, Pages, SaveJob, StepMetadata, WorkerReport
 from cachesvc.connector.vllm.settings import Settings
@@ -69,7 +69,7 @@ class WorkerSide:
         self._given_up = 0  # blocks that could not be copied
         self._reported_lost = 0
         self._bad_pages: set[int] = set()
-        self.cache: PrefixCache | None = None
+        self.cache: SplitPrefixCache | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor], num_pages: int) -> None:
         try:
@@ -142,7 +142,7 @@ class WorkerSide:
             self._given_up = self._reported_lost = 0
         if self._kv is None:
             return
-        self.cache = PrefixCache(
+        self.cache = SplitPrefixCache(
             Namespace(**json.loads(namespace_json)),
             self._geometry.payload_bytes,
             address=self._settings.address,

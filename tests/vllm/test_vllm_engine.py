@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from conftest import Client, Daemon, wait_until
-from vllm_engines import Engine
 from tiny_models import VOCABULARY, make_model
+from vllm_engines import Engine
 
 BLOCK = 128
 BOUND = 20.0
