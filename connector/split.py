@@ -1,7 +1,7 @@
 """The prefix cache of an engine whose scheduler and workers are different processes.
 
 The scheduler has the tokens: it begins a pass, and learns what is stored. A worker has the pages: it is told the keys
-and the id of that pass, and loads and saves under them, on a lease of its own. So tokens are hashed once, and the daemon
+and the id of that pass, and loads and saves under them, on a lease of its own. Tokens are hashed once, and the daemon
 accounts for the two as one pass; a lease that was handed over instead could end while the other process still reads,
 for it ends with the connection on which it was taken.
 """

@@ -192,7 +192,10 @@ class PagedKV:
             missing = [name for name in part.layer_names if name not in kv_caches]
             if missing:
                 raise Unsupported(f"vLLM has registered no KV tensor for {missing[0]}")
-            self._layers.append([_as_pages(kv_caches[name], num_pages, part, name) for name in part.layer_names])
+            layers = [_as_pages(kv_caches[name], num_pages, part, name) for name in part.layer_names]
+            if len({(layer.shape, layer.dtype, layer.device) for layer in layers}) > 1:
+                raise Unsupported(f"KV tensors of one group that differ: those of {', '.join(part.layer_names)}")
+            self._layers.append(layers)
         self._kernels = kernels_for(self._layers[0][0].device)
 
     def scatter(self, payloads: Sequence[memoryview], pages: Pages, skip_tokens: int) -> None:
