@@ -85,11 +85,15 @@ class Accounting:
         asked_blocks: int,
         matched_blocks: int,
         reason: MissReason.ValueType,
+        counted: bool = True,
     ) -> Pass:
         """Counts a pass; tokens behind the match miss for `reason`, those behind the last asked block as partial tail.
 
-        Tokens that the engine held itself are neither hits nor misses of ours.
+        Tokens that the engine held itself are neither hits nor misses of ours. One that is not `counted` is settled
+        from the beginning.
         """
+        if not counted:
+            return Pass(self._row(traffic_class, model), block_tokens, input_tokens, local_tokens, settled=True)
         matched = max(matched_blocks * block_tokens, local_tokens)
         asked = max(asked_blocks * block_tokens, matched)
         misses = {}

@@ -132,6 +132,7 @@ class Service:
             asked_blocks=count,
             matched_blocks=matched,
             reason=first_miss,
+            counted=not request.uncounted,
         )
         for ids in identities:
             del ids[matched:]

@@ -166,6 +166,7 @@ class Client:
         min_blocks: int,
         pass_id: bytes,
         unreachable_tokens: int,
+        counted: bool,
         deadline_s: float,
     ) -> Match:
         """Waits no longer than `deadline_s`, the rest of what the pass has."""
@@ -179,6 +180,7 @@ class Client:
             lease_ms=attachment.lease_ms(self._options.read_lease_s),
             pass_id=pass_id,
             unreachable_tokens=unreachable_tokens,
+            uncounted=not counted,
             shard=self._shard,
         )
         arena, asked = self._arena, time.monotonic()

@@ -73,6 +73,8 @@ class Pass:
         self.tiers = b""
         self.deadline = time.monotonic() + wait_s
 
+        self.counted = True  # in the daemon's accounts
+
         # Below: for the connector alone. `lock` guards what the engine's and the connector's threads share.
         self.lock = threading.Lock()
         self.answered = threading.Event()
@@ -157,15 +159,22 @@ class Pass:
 class KeyedPass(Pass):
     """A pass whose keys come from another process, which has the tokens: the two sides of one engine name blocks once.
 
-    It carries that side's `id`, so that the daemon accounts for both as one pass, and ends the other's lease when this
-    one takes its own.
+    With `pass_id` it carries that side's id: the daemon accounts for both as one pass, and ends the other's lease when
+    this one takes its own. So only one worker may carry it; the passes of the others are not accounted.
     """
 
     def __init__(
-        self, keys: Sequence[bytes], prompt_tokens: int, *, pass_id: bytes, traffic_class: str, local_tokens: int
+        self,
+        keys: Sequence[bytes],
+        prompt_tokens: int,
+        *,
+        pass_id: bytes | None,
+        traffic_class: str,
+        local_tokens: int,
     ) -> None:
         super().__init__(range(prompt_tokens), traffic_class=traffic_class, local_tokens=local_tokens)
-        self.id = pass_id
+        self.id = pass_id or self.id
+        self.counted = pass_id is not None
         self._keys = list(keys)
 
     @property

@@ -268,6 +268,7 @@ class PrefixCache(BasePrefixCache):
             min_blocks=max(self.options.min_hit_blocks, p.local_tokens // block_tokens + 1),
             pass_id=p.id,
             unreachable_tokens=unreachable_tokens,
+            counted=p.counted,
             deadline_s=remaining,
         )
         return self._found(p, attachment, keys, match)
@@ -285,7 +286,8 @@ class PrefixCache(BasePrefixCache):
         return Answer(hit_blocks, lease, "hit", match.blocks)
 
     def _not_asked(self, p: Pass) -> Answer:
-        self._add_unreachable_tokens(p.prompt_tokens)
+        if p.counted:
+            self._add_unreachable_tokens(p.prompt_tokens)
         return Answer(reason="timed out" if time.monotonic() >= p.deadline else "unreachable")
 
     def _deliver(self, p: Pass, answer: Answer) -> None:

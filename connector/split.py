@@ -44,11 +44,11 @@ class SplitPrefixCache(PrefixCache):
         keys: Sequence[bytes],
         prompt_tokens: int,
         *,
-        pass_id: bytes,
+        pass_id: bytes | None,
         traffic_class: str | None = None,
         local_tokens: int = 0,
     ) -> KeyedPass:
-        """A pass with the keys and the id of one that the other side has begun.
+        """A pass with the keys of one that the other side has begun, and on one worker, no more, with its id.
 
         It is settled, without a hit, and can be saved. To load, `look_up` first.
         """

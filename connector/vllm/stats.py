@@ -40,7 +40,7 @@ WORKER_COUNTERS: Final = {
 
 GAUGES: Final = {
     "attached": "1 when this engine's scheduler and all its workers have a daemon",
-    "queued_bytes": "Bytes in the save queues",
+    "queued_bytes": "Bytes in the fullest save queue",
 }
 
 PERIOD_S: Final = 0.2
@@ -61,8 +61,8 @@ class ConnectorStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         total = dict(self.data)
         for name, value in other.data.items():
-            if name == "attached":
-                total[name] = min(total.get(name, value), value)
+            if name in GAUGES:
+                total[name] = (min if name == "attached" else max)(total.get(name, value), value)
             else:
                 total[name] = total.get(name, 0) + value
         return ConnectorStats(data=total)

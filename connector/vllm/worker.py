@@ -43,6 +43,8 @@ class Request:
     """What a worker has of one request. `pages`: of blocks still to be saved, by index."""
 
     p: KeyedPass
+    pass_id: bytes
+    """Of the scheduler's side."""
     pages: dict[int, Pages] = field(default_factory=dict)
 
 
@@ -55,6 +57,7 @@ class WorkerSide:
         self._settings = settings
         self._shard = rank // geometry.replicas
         self._saves_here = rank % geometry.replicas == 0
+        self._counted_here = rank == 0
         self._several_groups = several_groups
         self._kv: PagedKV | None = None
         self._requests: dict[str, Request] = {}
@@ -100,7 +103,7 @@ class WorkerSide:
             self._take(job)
         for request_id, pass_id in self._step.scheduled.items():
             request = self._requests.get(request_id)
-            if request is not None and request.p.id == pass_id and request.pages:
+            if request is not None and request.pass_id == pass_id and request.pages:
                 self._save(request)
         if not self._step.tokens:
             with self._changed:
@@ -154,7 +157,7 @@ class WorkerSide:
     def _request(self, request_id: str, pass_id: bytes, job: LoadJob | SaveJob) -> Request | None:
         """The request with this pass; another pass of it has ended."""
         known = self._requests.get(request_id)
-        if known is not None and known.p.id == pass_id:
+        if known is not None and known.pass_id == pass_id:
             return known
         self._end(request_id)
         if self.cache is None:
@@ -162,11 +165,11 @@ class WorkerSide:
         p = self.cache.begin_keys(
             job.keys,
             job.prompt_tokens,
-            pass_id=pass_id,
+            pass_id=pass_id if self._counted_here else None,
             traffic_class=job.traffic_class,
             local_tokens=job.local_tokens if isinstance(job, LoadJob) else 0,
         )
-        self._requests[request_id] = Request(p)
+        self._requests[request_id] = Request(p, pass_id)
         return self._requests[request_id]
 
     def _end(self, request_id: str) -> None:
@@ -217,7 +220,7 @@ class WorkerSide:
         if not self._saves_here or self.cache is None:
             return
         fresh = self._requests.get(job.request_id)
-        begun = fresh is None or fresh.p.id != job.pass_id
+        begun = fresh is None or fresh.pass_id != job.pass_id
         request = self._request(job.request_id, job.pass_id, job)
         assert request is not None
         if not begun:

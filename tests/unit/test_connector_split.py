@@ -50,6 +50,16 @@ def store(asks: SplitPrefixCache, has: SplitPrefixCache, daemon: FakeDaemon) -> 
     assert has.stats.lookups == 0  # a pass that only saves is nobody's look-up
 
 
+def test_of_several_workers_one_carries_the_id_and_is_counted(sides: Sides, daemon: FakeDaemon) -> None:
+    p = sides[0].match(PROMPT)
+    first, second = (sides[1].begin_keys(p.keys, len(PROMPT), pass_id=one) for one in (p.id, None))
+    assert (first.id, first.counted) == (p.id, True)
+    assert second.id not in (p.id, b"") and not second.counted
+    for one in (first, second):
+        sides[1].finish(one)
+    sides[0].finish(p)
+
+
 def load(asks: SplitPrefixCache, has: SplitPrefixCache) -> tuple[KeyedPass, Engine]:
     p = asks.match(PROMPT)
     keyed = has.begin_keys(p.keys, len(PROMPT), pass_id=p.id, local_tokens=BLOCK_TOKENS)

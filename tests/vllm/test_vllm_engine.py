@@ -264,6 +264,28 @@ def test_preemption_in_a_tiny_pool_without_a_daemon_and_with_one(
             assert [answer["tokens"] for answer in engine.run(*prompts, max_tokens=150)] == expected
 
 
+def test_two_ranks_have_a_shard_each_and_one_pass_is_counted(
+    models: Path, daemons: Callable[[], Daemon], tmp_path: Path
+) -> None:
+    daemon, prompt = daemons().start(), prompt_of("two ranks")
+    with Engine(
+        make_model(models, "llama"),
+        daemon.address,
+        tmp_path / "log",
+        dtype="float32",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        connector={"decline_slow_loads": False},
+    ) as engine:
+        cold = engine.run(prompt)[0]
+        saved(daemon, 7 * 2)
+        warm = engine.run(prompt)[0]
+    assert warm["tokens"] == cold["tokens"] and hit_of(warm) == 7 * BLOCK
+    with Client(daemon.address) as client:
+        (row,) = client.report().lookups
+    assert (row.passes, row.input_tokens, dict(row.hit_tokens)) == (2, 2000, {"dram": 7 * BLOCK})
+
+
 @pytest.mark.parametrize("name", ["gptoss", "gemma3"])
 def test_groups_with_a_window(name: str, models: Path, daemon: Daemon, tmp_path: Path) -> None:
     """A hit must give what a hit in vLLM's own cache gives: cold tokens may differ, for a batch of another shape."""
