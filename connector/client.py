@@ -166,8 +166,8 @@ class Client:
         min_blocks: int,
         pass_id: bytes,
         unreachable_tokens: int,
-        counted: bool,
         deadline_s: float,
+        counted: bool = True,
     ) -> Match:
         """Waits no longer than `deadline_s`, the rest of what the pass has."""
         request = pb.MatchRequest(

@@ -60,8 +60,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             parallel = vllm_config.parallel_config
             size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            several = len(kv_cache_config.kv_cache_groups) > 1
-            self._worker = WorkerSide(geometry, settings, parallel.rank % size, several_groups=several)
+            self._worker = WorkerSide(geometry, settings, parallel.rank % size)
             self._meter = stats.Meter(stats.WORKER_COUNTERS)
         atexit.register(self.shutdown)  # a script may end without a word to vLLM; idempotent
 

@@ -75,6 +75,8 @@ class Geometry:
     align_tokens: int
     """A hit that vLLM can use has a multiple of this many tokens."""
     shards: int
+    several_groups: bool
+    """Of KV, stored or not: vLLM then takes a load as a whole or not at all."""
     replicas: int
     """Consecutive tensor-parallel ranks that hold the same KV: it is stored once for all of them."""
 
@@ -161,6 +163,7 @@ def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
         block_tokens=block_tokens,
         align_tokens=math.lcm(block_tokens, kv_cache_config.cache_hit_alignment_tokens or 1, *every),
         shards=parallel.tensor_parallel_size // replicas * parallel.pipeline_parallel_size,
+        several_groups=len(kv_cache_config.kv_cache_groups) > 1,
         replicas=replicas,
     )
 
@@ -209,7 +212,7 @@ class PagedKV:
                 raise ValueError(f"a page of group {part.group} is missing among those to be loaded")
             start = first // part.pages
             if start < len(payloads):
-                slots = torch.tensor(ids[start * part.pages :], dtype=torch.int64)
+                slots = torch.tensor(ids[start * part.pages :], dtype=torch.int64, device=layers[0].device)
                 self._kernels.scatter(views[start:], layers, slots, skip=first - start * part.pages)
 
     def gather(self, payloads: Sequence[memoryview], pages: Pages) -> None:
@@ -217,7 +220,8 @@ class PagedKV:
         if not self._geometry.complete(pages, len(payloads)):
             raise ValueError("a page is missing among those to be saved")
         for _, ids, layers, views in self._by_part(payloads, pages):
-            self._kernels.gather(layers, torch.tensor(ids, dtype=torch.int64), views)
+            slots = torch.tensor(ids, dtype=torch.int64, device=layers[0].device)
+            self._kernels.gather(layers, slots, views)
 
     def _by_part(
         self, payloads: Sequence[memoryview], pages: Pages

@@ -15,6 +15,7 @@ class Setup:
     """How the workers attach: the namespace is made once, by the scheduler's side."""
 
     namespace_json: str
+    payload_bytes: int
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class SchedulerSide:
 
     def _open(self, namespace: Namespace) -> SplitPrefixCache:
         """It only asks, and loads nothing, so it does not map the arena."""
-        self._setup = Setup(namespace.canonical_json())
+        self._setup = Setup(namespace.canonical_json(), self._geometry.payload_bytes)
         return SplitPrefixCache(
             namespace,
             self._geometry.payload_bytes,
@@ -315,7 +315,8 @@ class SchedulerSide:
         block = result.loaded_tokens // self._geometry.block_tokens
         self.cache.distrust(state.p.keys[block])
         self._saving.discard(state.p.keys[block:])
-        state.hit_tokens = max(0, result.loaded_tokens - state.local_tokens)
+        usable = state.local_tokens if self._geometry.several_groups else result.loaded_tokens
+        state.hit_tokens = max(0, usable - state.local_tokens)
         self._count_tiers(state, state.local_tokens, state.local_tokens + state.hit_tokens)
         state.seen_blocks = min(state.seen_blocks, block)
 

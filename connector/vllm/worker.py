@@ -21,7 +21,7 @@ import torch
 from cachesvc.connector.passes import KeyedPass
 from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.vllm.geometry import Geometry, PagedKV, Unsupported
-from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, Pages, SaveJob, StepMetadata, WorkerReport
+from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, Pages, SaveJob, Setup, StepMetadata, WorkerReport
 from cachesvc.connector.vllm.settings import Settings
 from cachesvc.connector.workers import Workers
 from cachesvc.keys import Namespace
@@ -51,14 +51,13 @@ class Request:
 class WorkerSide:
     """vLLM calls it from one thread."""
 
-    def __init__(self, geometry: Geometry, settings: Settings, rank: int, *, several_groups: bool) -> None:
+    def __init__(self, geometry: Geometry, settings: Settings, rank: int) -> None:
         """`rank`: tensor-parallel rank + size × pipeline rank."""
         self._geometry = geometry
         self._settings = settings
         self._shard = rank // geometry.replicas
         self._saves_here = rank % geometry.replicas == 0
         self._counted_here = rank == 0
-        self._several_groups = several_groups
         self._kv: PagedKV | None = None
         self._requests: dict[str, Request] = {}
         self._loader = Workers("cachesvc-load", threads=settings.load_threads, limit=MAX_LOADS)
@@ -83,7 +82,7 @@ class WorkerSide:
     def begin_step(self, metadata: StepMetadata) -> None:
         self._step, self._step_began = metadata, time.monotonic()
         if metadata.setup is not None:
-            self._attach(metadata.setup.namespace_json)
+            self._attach(metadata.setup)
         for request_id in metadata.ended:
             self._end(request_id)
 
@@ -118,7 +117,7 @@ class WorkerSide:
         for job, result in done:
             if result.loaded_tokens >= job.end_tokens:
                 continue
-            if self._several_groups:
+            if self._geometry.several_groups:
                 failed.add(job.request_id)
             else:
                 self._bad_pages |= self._pages_behind(job, result.loaded_tokens)
@@ -137,16 +136,24 @@ class WorkerSide:
         if self.cache is not None:
             self.cache.close()
 
-    def _attach(self, namespace_json: str) -> None:
+    def _attach(self, setup: Setup) -> None:
         for request_id in list(self._requests):
             self._end(request_id)
         if self.cache is not None:
             self.cache.close()
             self._given_up = self._reported_lost = 0
+            self.cache = None
         if self._kv is None:
             return
+        if setup.payload_bytes != self._geometry.payload_bytes:
+            logger.error(
+                "no KV is loaded or saved here: a block has %d bytes, but %d as the scheduler sees it",
+                self._geometry.payload_bytes,
+                setup.payload_bytes,
+            )
+            return
         self.cache = SplitPrefixCache(
-            Namespace(**json.loads(namespace_json)),
+            Namespace(**json.loads(setup.namespace_json)),
             self._geometry.payload_bytes,
             address=self._settings.address,
             traffic_class=self._settings.traffic_class,

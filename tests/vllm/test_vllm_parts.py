@@ -93,7 +93,7 @@ def test_tensors_that_are_not_as_described_are_refused() -> None:
     for wrong in ({"a": kv["a"][:, :1]}, {"a": kv["a"].float()}, {"c": kv["c"][:-1]}):
         with pytest.raises(Unsupported):
             PagedKV(geometry, kv | wrong, PAGES)
-    mixed = Geometry((part(1, 128, 4096, ("b", "c")),), 128, 128, shards=1, replicas=1)
+    mixed = Geometry((part(1, 128, 4096, ("b", "c")),), 128, 128, shards=1, several_groups=True, replicas=1)
     with pytest.raises(Unsupported, match="differ"):
         PagedKV(mixed, kv, PAGES)
     with pytest.raises(Unsupported, match="no KV tensor for a"):
