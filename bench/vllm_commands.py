@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def run(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -20,6 +21,7 @@ def run(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
     abort: dict[str, int] = command.get("abort", {})
     finished: dict[str, Any] = {}
     started = time.perf_counter()
+    adapter = LoRARequest(*command["lora"]) if "lora" in command else None
     for number, prompt in enumerate(command["prompts"]):
         extra = {"kv_transfer_params": command["hints"]} if "hints" in command else None
         params = SamplingParams(
@@ -28,7 +30,7 @@ def run(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
         asked = {"prompt_token_ids": prompt}
         if "salt" in command:
             asked["cache_salt"] = command["salt"]
-        engine.add_request(str(number), asked, params)
+        engine.add_request(str(number), asked, params, lora_request=adapter)
     steps = 0
     first: dict[str, float] = {}
     while engine.has_unfinished_requests():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Client, Daemon, wait_until
-from tiny_models import VOCABULARY, make_model
+from tiny_models import VOCABULARY, make_adapter, make_model
 from vllm_engines import Engine
 
 BLOCK = 128
@@ -262,6 +262,31 @@ def test_preemption_in_a_tiny_pool_without_a_daemon_and_with_one(
             assert time.monotonic() < deadline
         for _ in range(2):
             assert [answer["tokens"] for answer in engine.run(*prompts, max_tokens=150)] == expected
+
+
+def test_adapters_do_not_share_and_their_names_do_not_matter(models: Path, daemon: Daemon, tmp_path: Path) -> None:
+    one, two = (str(make_adapter(tmp_path / str(seed), seed)) for seed in (1, 2))
+    prompt = prompt_of("adapters", 600)
+    before = stored_blocks(daemon)
+    with Engine(
+        make_model(models, "llama"),
+        daemon.address,
+        tmp_path / "log",
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
+        connector={"decline_slow_loads": False},
+    ) as engine:
+        asked = [{}, {"lora": ["x", 1, one]}, {"lora": ["y", 2, two]}]
+        first = [engine.run(prompt, **command)[0] for command in asked]
+        assert [hit_of(answer) for answer in first] == [0, 0, 0]
+        saved(daemon, before + 3 * 4)
+        asked[2] = {"lora": ["z", 3, two]}
+        again = [engine.run(prompt, **command)[0] for command in asked]
+    assert [hit_of(answer) for answer in again] == [4 * BLOCK] * 3
+    tokens = [answer["tokens"] for answer in first]
+    assert [answer["tokens"] for answer in again] == tokens
+    assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
 
 
 def test_two_ranks_have_a_shard_each_and_one_pass_is_counted(

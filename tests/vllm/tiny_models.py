@@ -5,6 +5,7 @@ Weights are large enough that outputs are not degenerate: greedy decoding wander
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,25 @@ def make_model(directory: Path, name: str, seed: int = 0) -> Path:
         unk_token="<unk>",
         chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
     ).save_pretrained(path)
+    return path
+
+
+def make_adapter(path: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 8 for the llama."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    path.mkdir()
+    weights: dict[str, Any] = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, heads in (("q_proj", SHAPE["num_attention_heads"]), ("v_proj", SHAPE["num_key_value_heads"])):
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = torch.randn(8, SHAPE["hidden_size"]) * 0.3
+            weights[f"{module}.lora_B.weight"] = torch.randn(heads * SHAPE["head_dim"], 8) * 0.3
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return path
 
 
