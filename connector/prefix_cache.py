@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,16 @@ class PrefixCache(BasePrefixCache):
             self._counters,
             on_boot=self._forget,
         )
-        self._saver = Saver(self._client, self._link, self._known, self._failed, self._counters, options, payload_bytes)
+        self._saver = Saver(
+            self._client,
+            self._link,
+            self._known,
+            self._failed,
+            self._counters,
+            options,
+            payload_bytes,
+            on_stored=self._note_stored,
+        )
 
     # The engine's side
 
@@ -411,6 +420,9 @@ class PrefixCache(BasePrefixCache):
     def _add_unreachable_tokens(self, tokens: int) -> None:
         with self._lock:
             self._unreachable_tokens += tokens
+
+    def _note_stored(self, keys: Sequence[bytes]) -> None:
+        """For a subclass that passes it on."""
 
     def _forget(self) -> None:
         """Another boot of the daemon: what was known of the last one need not hold."""

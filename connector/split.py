@@ -9,6 +9,7 @@ for it ends with the connection on which it was taken.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,6 +20,8 @@ from cachesvc.rpc import cache_pb2 as pb
 
 class SplitPrefixCache(PrefixCache):
     """Either side of it. Everything of `BasePrefixCache` holds."""
+
+    _stored: deque[bytes] | None = None
 
     @property
     def attached(self) -> bool:
@@ -78,3 +81,13 @@ class SplitPrefixCache(PrefixCache):
         """What the other side has been told: the first `stored_blocks` of a prompt's blocks are stored, no others."""
         self._known.add(keys[:stored_blocks])
         self._known.discard(keys[stored_blocks:])
+
+    def take_stored(self) -> list[bytes]:
+        """Keys that were stored since the last call, by anybody. Noted from the first call on, `known_keys` at most."""
+        if self._stored is None:
+            self._stored = deque(maxlen=self.options.known_keys)
+        return [self._stored.popleft() for _ in range(len(self._stored))]
+
+    def _note_stored(self, keys: Sequence[bytes]) -> None:
+        if self._stored is not None:
+            self._stored.extend(keys)

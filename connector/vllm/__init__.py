@@ -12,6 +12,7 @@ identity     the namespace of an engine; salt, adapter and images of a request
 weights      a digest of weight files
 settings     ``kv_connector_extra_config``
 rates        whether loading is predicted to beat computing
+events       vLLM's KV events
 stats        numbers for vLLM's log and its ``/metrics``
 ===========  ====================================================================================
 

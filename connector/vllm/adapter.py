@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cachesvc.connector.vllm import stats
+from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry, Unsupported, geometry_of
 from cachesvc.connector.vllm.identity import namespace_of
 from cachesvc.connector.vllm.metadata import StepMetadata, WorkerReport
@@ -60,7 +62,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             parallel = vllm_config.parallel_config
             size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            self._worker = WorkerSide(geometry, settings, parallel.rank % size)
+            self._worker = WorkerSide(geometry, settings, parallel.rank % size, events=_publishes(vllm_config))
             self._meter = stats.Meter(stats.WORKER_COUNTERS)
         atexit.register(self.shutdown)  # a script may end without a word to vLLM; idempotent
 
@@ -81,7 +83,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             geometry.block_tokens,
             geometry.shards,
         )
-        self._scheduler = SchedulerSide(namespace, geometry, settings)
+        events = Events(geometry.block_tokens, geometry.shards) if _publishes(vllm_config) else None
+        self._scheduler = SchedulerSide(namespace, geometry, settings, events)
         self._meter = stats.Meter(stats.SCHEDULER_COUNTERS)
 
     @property
@@ -125,6 +128,9 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never keeps blocks: what was saved has been copied."""
         return False, None if self._scheduler is None else self._scheduler.finished(request)
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
@@ -196,6 +202,12 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _publishes(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 def _log_like_vllm() -> None:

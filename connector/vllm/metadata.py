@@ -73,12 +73,15 @@ class LoadResult:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """`seconds` that computing `tokens` took; `lost_saves`: blocks that were to be saved and are not."""
+    """`seconds` that computing `tokens` took; `lost_saves`: blocks that were to be saved and are not; `stored`: keys of
+    blocks that are, where vLLM publishes KV events.
+    """
 
     results: list[LoadResult] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
     lost_saves: int = 0
+    stored: list[bytes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of one step: the slowest worker's time."""
@@ -88,4 +91,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             max(self.tokens, other.tokens),
             max(self.seconds, other.seconds),
             self.lost_saves + other.lost_saves,
+            self.stored + other.stored,
         )

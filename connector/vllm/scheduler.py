@@ -26,6 +26,7 @@ from cachesvc.connector.memory import RecentKeys
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.vllm import identity
+from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry
 from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, SaveJob, Setup, StepMetadata, WorkerReport
 from cachesvc.connector.vllm.rates import Prediction
@@ -69,10 +70,11 @@ class RequestState:
 class SchedulerSide:
     """Not thread-safe: vLLM's scheduler calls it from one thread."""
 
-    def __init__(self, namespace: Namespace, geometry: Geometry, settings: Settings) -> None:
+    def __init__(self, namespace: Namespace, geometry: Geometry, settings: Settings, events: Events | None) -> None:
         self._namespace = namespace
         self._geometry = geometry
         self._settings = settings
+        self._events = events
         self._requests: dict[str, RequestState] = {}
         self._saving = RecentKeys(settings.options.known_keys, SAVING_S, time.monotonic)
         self.prediction = Prediction()
@@ -170,6 +172,8 @@ class SchedulerSide:
         """What workers have done since they last said so."""
         if report.lost_saves:
             self._saving.clear()
+        if self._events is not None:
+            self._events.stored(report.stored)
         self.prediction.computing.add(report.tokens, report.seconds)
         for result in report.results:
             self._loaded(result)
@@ -211,6 +215,9 @@ class SchedulerSide:
         self._namespace = identity.private(self._namespace)
         self._saving.clear()
         self.cache = self._open(self._namespace)
+
+    def take_events(self) -> list[Any]:
+        return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
         self.cache.close()
@@ -293,6 +300,8 @@ class SchedulerSide:
             return None
         for block in pages:
             self._saving.add(p.keys[block])
+            if self._events is not None:
+                self._events.expect(p.keys, block, request.all_token_ids, request.lora_request)
         first, state.told_blocks = state.told_blocks, end
         return SaveJob(
             request_id=request.request_id,

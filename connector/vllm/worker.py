@@ -51,8 +51,9 @@ class Request:
 class WorkerSide:
     """vLLM calls it from one thread."""
 
-    def __init__(self, geometry: Geometry, settings: Settings, rank: int) -> None:
-        """`rank`: tensor-parallel rank + size × pipeline rank."""
+    def __init__(self, geometry: Geometry, settings: Settings, rank: int, *, events: bool) -> None:
+        """`rank`: tensor-parallel rank + size × pipeline rank. `events`: report what is stored."""
+        self._events = events
         self._geometry = geometry
         self._settings = settings
         self._shard = rank // geometry.replicas
@@ -121,7 +122,8 @@ class WorkerSide:
                 failed.add(job.request_id)
             else:
                 self._bad_pages |= self._pages_behind(job, result.loaded_tokens)
-        report = WorkerReport([result for _, result in done], *self._measured, self._newly_lost())
+        stored = self.cache.take_stored() if self._events and self.cache is not None else []
+        report = WorkerReport([result for _, result in done], *self._measured, self._newly_lost(), stored)
         self._measured = (0, 0.0)
         return ended, failed, report if report != WorkerReport() else None
 

@@ -40,6 +40,7 @@ def store(asks: SplitPrefixCache, has: SplitPrefixCache, daemon: FakeDaemon) -> 
     keyed = has.begin_keys(p.keys[:3], len(PROMPT), pass_id=p.id)
     has.learn(keyed.keys, p.stored_blocks)
     engine = Engine(PROMPT)
+    assert has.take_stored() == []
     assert has.save(keyed, len(PROMPT), engine.gather) == 3
     has.extend_keys(keyed, p.keys[3:])
     assert has.save(keyed, len(PROMPT), engine.gather) == 1
@@ -47,6 +48,7 @@ def store(asks: SplitPrefixCache, has: SplitPrefixCache, daemon: FakeDaemon) -> 
     has.finish(keyed)
     asks.finish(p)
     assert has.flush(10) and len(daemon.blocks) == 4
+    assert (has.take_stored(), has.take_stored()) == (p.keys, [])
     assert has.stats.lookups == 0  # a pass that only saves is nobody's look-up
 
 

@@ -300,6 +300,7 @@ def test_two_ranks_have_a_shard_each_and_one_pass_is_counted(
         dtype="float32",
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
         connector={"decline_slow_loads": False},
     ) as engine:
         cold = engine.run(prompt)[0]

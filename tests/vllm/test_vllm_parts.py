@@ -21,6 +21,7 @@ from vllm_engines import transfer_config
 from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.stats import CacheStats
 from cachesvc.connector.vllm import identity
+from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry, PagedKV, Part, Unsupported
 from cachesvc.connector.vllm.rates import TRY_AGAIN, Prediction
 from cachesvc.connector.vllm.settings import parse_settings
@@ -179,6 +180,20 @@ def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
     assert identity.adapter_of(SimpleNamespace(lora_request=None)) == b""
     with pytest.raises((OSError, ValueError)):
         identity.adapter_of(request(tmp_path / "absent"))
+
+
+def test_an_event_says_that_all_shards_of_a_block_are_stored() -> None:
+    events, keys = Events(4, shards=2), [bytes([number]) * 16 for number in range(3)]
+    for block in (1, 2):
+        events.expect(keys, block, range(100, 112), SimpleNamespace(lora_int_id=7, lora_name="x"))
+    events.stored([keys[1], keys[2], keys[0]])
+    assert events.take() == []
+    events.stored([keys[2]])
+    (event,) = events.take()
+    assert (event.block_hashes, event.parent_block_hash, event.token_ids) == ([keys[2]], keys[1], [108, 109, 110, 111])
+    assert (event.block_size, event.medium, event.lora_name) == (4, "STORAGE", "x")
+    events.stored([keys[2]])
+    assert events.take() == []
 
 
 def test_numbers_reach_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
