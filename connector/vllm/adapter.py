@@ -54,16 +54,14 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._report: WorkerReport | None = None
         try:
             geometry = geometry_of(vllm_config, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._begin_scheduler(vllm_config, kv_cache_config, geometry, settings)
+            else:
+                self._begin_worker(vllm_config, geometry, settings)
         except Unsupported as reason:
             logger.warning("this engine runs without cachesvc, which does not know how to store %s", reason)
-            return
-        if role == KVConnectorRole.SCHEDULER:
-            self._begin_scheduler(vllm_config, kv_cache_config, geometry, settings)
-        else:
-            parallel = vllm_config.parallel_config
-            size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            self._worker = WorkerSide(geometry, settings, parallel.rank % size, events=_publishes(vllm_config))
-            self._meter = stats.Meter(stats.WORKER_COUNTERS)
+        except Exception:  # another vLLM than this was written for
+            logger.exception("this engine runs without cachesvc, which does not understand it")
         atexit.register(self.shutdown)  # a script may end without a word to vLLM; idempotent
 
     def _begin_scheduler(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, settings: Settings) -> None:
@@ -87,6 +85,12 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerSide(namespace, geometry, settings, events)
         self._meter = stats.Meter(stats.SCHEDULER_COUNTERS)
 
+    def _begin_worker(self, vllm_config: Any, geometry: Geometry, settings: Settings) -> None:
+        parallel = vllm_config.parallel_config
+        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._worker = WorkerSide(geometry, settings, parallel.rank % size, events=_publishes(vllm_config))
+        self._meter = stats.Meter(stats.WORKER_COUNTERS)
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: what is not saved is computed again
@@ -96,7 +100,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        tokens = self._scheduler.match(request, num_computed_tokens)
+        try:
+            tokens = self._scheduler.match(request, num_computed_tokens)
+        except Exception:
+            logger.exception("a request is not looked up")
+            return 0, False
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

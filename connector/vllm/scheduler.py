@@ -115,7 +115,7 @@ class SchedulerSide:
         if hit <= local_tokens:
             return 0
         tokens = hit - local_tokens
-        size = tokens * self._geometry.payload_bytes * self._geometry.shards // self._geometry.block_tokens
+        size = tokens * self._geometry.payload_bytes // self._geometry.block_tokens  # each rank loads its own shard
         if self._settings.decline_slow_loads and not self.prediction.worth_loading(tokens, size):
             state.offered = True
             self.cache.decline(p)
@@ -161,7 +161,11 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is None or state.p is None or not state.store:
                 continue
-            job = self._save_job(state, tokens, tables)
+            try:
+                job = self._save_job(state, tokens, tables)
+            except Exception:  # what cannot be saved must not end the engine
+                logger.exception("a request is not saved")
+                state.store, job = False, None
             if job is not None:
                 metadata.saves.append(job)
             if state.told_blocks:
@@ -239,6 +243,8 @@ class SchedulerSide:
         request = state.request
         if state.p is not None:
             self.cache.finish(state.p)
+        if state.told_blocks:
+            self._ended.append(request.request_id)  # the workers' part of the earlier pass
         state.life, state.offered, state.hit_tokens = request.num_preemptions, False, 0
         state.tiers.clear()
         state.begin_saving(0)

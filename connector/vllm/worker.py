@@ -195,7 +195,7 @@ class WorkerSide:
             assert self.cache is not None, "a load without a cache"
             if not self._met:  # the first one may come while this worker is still being attached
                 self.cache.ready(self._settings.options.match_deadline_s)
-                self._met = True
+                self._met, started = True, time.monotonic()
             self.cache.look_up(p)
             self.cache.wait(p, self._settings.options.match_deadline_s)
             loaded = self.cache.load(p, partial(self._scatter, job))

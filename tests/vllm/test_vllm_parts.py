@@ -47,6 +47,7 @@ def two_groups() -> tuple[Geometry, dict[str, torch.Tensor]]:
         128,
         128,
         shards=1,
+        several_groups=True,
         replicas=1,
     )
     return geometry, {"a": full, "b": apart, "c": padded}
