@@ -34,7 +34,8 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Blocks that are full after this step. `keys` are those after the keys that the pass was given before.
+    """Blocks that are full after this step. `keys` are those from block `first_block` on, behind the ones that the
+    workers have been told before.
 
     `pages` has the blocks to be saved, by index; others among the keys are stored already. `stored_blocks`, with the
     first job of a pass: what the daemon had of the prompt when it was asked.
@@ -43,6 +44,7 @@ class SaveJob:
     request_id: str
     pass_id: bytes
     traffic_class: str
+    first_block: int
     keys: list[bytes]
     prompt_tokens: int
     stored_blocks: int | None

@@ -283,7 +283,7 @@ class SchedulerSide:
         if not self._settings.save_decoded:
             computed = min(computed, request.num_prompt_tokens)
         end = computed // block_tokens
-        if end <= max(state.seen_blocks, state.told_blocks) or not self.cache.attached or p.pending:
+        if end <= state.seen_blocks or not self.cache.attached or p.pending:
             return None
         if end * block_tokens > state.given_tokens:
             self.cache.extend(p, request.all_token_ids[state.given_tokens : end * block_tokens])
@@ -308,11 +308,12 @@ class SchedulerSide:
             self._saving.add(p.keys[block])
             if self._events is not None:
                 self._events.expect(p.keys, block, request.all_token_ids, request.lora_request)
-        first, state.told_blocks = state.told_blocks, end
+        first, state.told_blocks = state.told_blocks, max(state.told_blocks, end)
         return SaveJob(
             request_id=request.request_id,
             pass_id=p.id,
             traffic_class=p.traffic_class,
+            first_block=first,
             keys=p.keys[first:end],
             prompt_tokens=p.prompt_tokens,
             stored_blocks=p.stored_blocks if first == 0 else None,

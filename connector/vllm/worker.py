@@ -228,11 +228,14 @@ class WorkerSide:
         """Notes a save job; `_save` follows in the same step."""
         if not self._saves_here or self.cache is None:
             return
-        fresh = self._requests.get(job.request_id)
-        begun = fresh is None or fresh.pass_id != job.pass_id
+        known = self._requests.get(job.request_id)
+        told = len(known.p.keys) if known is not None and known.pass_id == job.pass_id else 0
+        if told != job.first_block:  # a key must never be taken for that of another block
+            logger.error("blocks from %d on are not saved, for those from %d on are not known", job.first_block, told)
+            return
         request = self._request(job.request_id, job.pass_id, job)
-        assert request is not None
-        if not begun:
+        assert request is not None, "there is a cache"
+        if told:
             self.cache.extend_keys(request.p, job.keys)
         elif job.stored_blocks is not None:
             self.cache.learn(request.p.keys, job.stored_blocks)
