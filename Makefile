@@ -40,7 +40,7 @@ $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)
-	@echo "Real engines, half a minute to start each: about 10 minutes on two cores."
+	@echo "Real engines, half a minute to start each: 5 to 10 minutes on two cores."
 	$(VLLM)/bin/python -m pytest tests/vllm -o addopts='-q --strict-markers' -o timeout=600 --durations 5
 
 # mypy does not see through the folder mapping of an editable install: check the installed tree.
