@@ -29,6 +29,9 @@ HIT: Final = "hit."
 MISS: Final = "miss."
 LOADED: Final = "loaded."
 
+UNCOUNTED: Final = 0
+"""Number of a pass that is not counted."""
+
 
 @functools.cache
 def _tier(tier: int) -> str:
@@ -103,11 +106,15 @@ class Accounting:
         asked_blocks: int,
         matched_blocks: int,
         reason: MissReason.ValueType,
+        counted: bool = True,
     ) -> Pass:
         """Counts a pass; tokens behind the match miss for `reason`, those behind the last asked block as partial tail.
 
-        Tokens that the engine held itself are neither hits nor misses of ours.
+        Tokens that the engine held itself are neither hits nor misses of ours. One that is not `counted` is settled
+        from the beginning.
         """
+        if not counted:
+            return Pass(Row(), block_tokens, block_bytes, local_tokens, {}, UNCOUNTED, again=False, settled=True)
         matched = max(matched_blocks * block_tokens, local_tokens)
         asked = max(asked_blocks * block_tokens, matched)
         counts = {"passes": 1, "input": input_tokens, "local": local_tokens, "pending": matched - local_tokens}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prometheus_client import Histogram
 
-from cachesvc.accounting import Accounting, Pass, RowKey
+from cachesvc.accounting import UNCOUNTED, Accounting, Pass, RowKey
 from cachesvc.catalog import Catalog
 from cachesvc.ceiling import Ceiling
 from cachesvc.clock import Clock
@@ -61,6 +61,8 @@ class Observer:
 
     def asked(self, opened: Pass, keys: bytes, entries: Sequence[Entry]) -> None:
         """A prompt was looked up, `entries` were found; call it before they are touched."""
+        if opened.number == UNCOUNTED:
+            return
         now = self._clock.now()
         uses = groupby(map(attrgetter("used"), entries))  # the blocks of a prefix are mostly used together
         opened.ages = [(bucket(AGES, now - used), sum(1 for _ in same)) for used, same in uses]
@@ -92,6 +94,9 @@ class Observer:
         self, place: Event, opened: Pass, row: RowKey, request: MatchRequest, identities: Sequence[Sequence[bytes]]
     ) -> None:
         """Puts a look-up into the recording, at its place."""
+        if opened.number == UNCOUNTED:
+            place.fill({"at": self._clock.now(), "event": "uncounted"})
+            return
         event = {
             "at": self._clock.now(),
             "event": "ask",

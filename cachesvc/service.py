@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from typing import Final
 
 from cachesvc import __version__
-from cachesvc.accounting import HIT, LOADED, MISS, Pass, Row, RowKey, by_prefix
+from cachesvc.accounting import HIT, LOADED, MISS, UNCOUNTED, Pass, Row, RowKey, by_prefix
 from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClass, TrafficClasses
@@ -152,6 +152,7 @@ class Service:
             asked_blocks=count,
             matched_blocks=matched,
             reason=first_miss,
+            counted=not request.uncounted,
         )
         if place is not None:
             self.observer.record_ask(place, opened, row, request, identities)
@@ -555,7 +556,7 @@ class Service:
         for hold in holds:
             self.store.end(hold)
         self.store.disk.unpin(lease.segments)
-        if loaded:
+        if loaded and lease.pass_.number != UNCOUNTED:
             self.observer.loaded(self._clock.monotonic() - lease.began, lease.pass_id)
         self.observer.settle(lease.pass_, lease.tiers, loaded, reason)
 

@@ -13,6 +13,7 @@ An engine needs `PrefixCache` (and `NullPrefixCache` for "cache off"), used as `
 ============  =====================================================================================
 base          the interface
 prefix_cache  its two implementations: look up, load, save, finish
+split         the same for an engine whose scheduler and workers are different processes
 passes        one pass over a prompt: tokens, keys, answer, lease
 link          attached or not; the only thread that connects
 breaker       when to leave a daemon alone and when to try it again
@@ -27,6 +28,7 @@ buffers       page-aligned payload buffers
 workers       background threads with a bounded queue
 options       every limit; stats: every number
 layout        what a payload holds, byte for byte
+vllm          the connector for vLLM, which imports vLLM: not imported here
 ============  =====================================================================================
 
 Importing this makes no connection, no thread and no gRPC channel.

@@ -74,6 +74,7 @@ class Match:
     session: Session | None = None  # on which the lease was taken: it is good as long as that lives
     slots: Sequence[int] = ()  # positions in it by block, or NO_SLOT: not there yet
     checksums: Sequence[int] = ()  # of those bytes that the reader must check himself, else 0
+    tiers: bytes = b""  # one `pb.Tier` per block
 
 
 class Replies(Protocol):
@@ -167,6 +168,7 @@ class Client:
         unreachable_tokens: int,
         tenant: bytes = b"",
         deadline_s: float,
+        counted: bool = True,
     ) -> Match:
         """Waits no longer than `deadline_s`, the rest of what the pass has."""
         request = pb.MatchRequest(
@@ -180,6 +182,7 @@ class Client:
             pass_id=pass_id,
             unreachable_tokens=unreachable_tokens,
             tenant=tenant,
+            uncounted=not counted,
             shard=self._shard,
         )
         arena, asked = self._arena, time.monotonic()
@@ -188,10 +191,10 @@ class Client:
             raise BadAnswer(f"Match: {reply.matched_blocks} blocks matched of {len(keys)} asked")
         ends = asked + reply.lease_ms / 1000
         if arena is None or not reply.lease_id:
-            return Match(reply.matched_blocks, reply.lease_id, ends)
+            return Match(reply.matched_blocks, reply.lease_id, ends, tiers=reply.tiers)
         slots = slot_positions(reply.slots, reply.matched_blocks, "Match")
         checksums = slot_positions(reply.checksums, reply.matched_blocks, "Match")
-        return Match(reply.matched_blocks, reply.lease_id, ends, arena, arena.session, slots, checksums)
+        return Match(reply.matched_blocks, reply.lease_id, ends, arena, arena.session, slots, checksums, reply.tiers)
 
     def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[Sequence[int], Sequence[int], int]:
         """Positions and checksums (see `Match`) of blocks that are ready by then; why the next one never will be."""

@@ -89,8 +89,8 @@ class PromptMemory:
         return name
 
 
-class FailedKeys:
-    """Blocks whose load has failed: no match reaches over them for `seconds`, so that no request meets them twice."""
+class RecentKeys:
+    """Keys remembered for `seconds`, at most `limit` of them: the oldest are forgotten first."""
 
     def __init__(self, limit: int, seconds: float, clock: Callable[[], float]) -> None:
         self._limit = limit
@@ -107,10 +107,24 @@ class FailedKeys:
                 self._until.popitem(last=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """They have been stored anew."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return self._until.get(key, 0.0) > self._clock()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._until.clear()
+
+
+class FailedKeys(RecentKeys):
+    """Blocks whose load has failed: no match reaches over them for a while, so that no request meets them twice.
+
+    One that is stored anew is discarded.
+    """
 
     def good_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are free of failed ones."""
@@ -121,7 +135,3 @@ class FailedKeys:
             if not self._until:
                 return len(keys)
             return next((index for index, key in enumerate(keys) if key in self._until), len(keys))
-
-    def clear(self) -> None:
-        with self._lock:
-            self._until.clear()

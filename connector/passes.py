@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cachesvc.connector.client import Attachment, Match
@@ -36,6 +37,7 @@ class Answer:
     hit_blocks: int = 0
     lease: Lease | None = None
     reason: str = "miss"  # or: hit, timed out, unreachable, failed, abandoned (finished before it was answered)
+    stored_blocks: int = 0  # what the daemon has, whether it may be used or not
 
 
 class Pass:
@@ -43,7 +45,8 @@ class Pass:
 
     `pending`: no answer yet. `hit_tokens`: length of the stored prefix, counted from the first token, a multiple of the
     block; always less than the prompt, so that one token is left to compute. `reason`: how the look-up ended.
-    `loaded_tokens`: length of the prefix that `load` has made usable, 0 before.
+    `loaded_tokens`: length of the prefix that `load` has made usable, 0 before. `stored_blocks`: how many blocks of the
+    prompt the daemon has. `tiers`: where each block of the hit lay, one `pb.Tier` per block.
     """
 
     def __init__(
@@ -67,7 +70,11 @@ class Pass:
         self.hit_tokens = 0
         self.loaded_tokens = 0
         self.reason = ""
+        self.stored_blocks = 0
+        self.tiers = b""
         self.deadline = time.monotonic() + wait_s
+
+        self.counted = True  # in the daemon's accounts
 
         # Below: for the connector alone. `lock` guards what the engine's and the connector's threads share.
         self.lock = threading.Lock()
@@ -148,6 +155,40 @@ class Pass:
         with self.lock:
             lease, self.lease = self.lease, None
             return lease
+
+
+class KeyedPass(Pass):
+    """A pass whose keys come from another process, which has the tokens: the two sides of one engine name blocks once.
+
+    With `pass_id` it carries that side's id: the daemon accounts for both as one pass, and ends the other's lease when
+    this one takes its own. So only one worker may carry it; the passes of the others are not accounted.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        prompt_tokens: int,
+        *,
+        pass_id: bytes | None,
+        tenant: bytes,
+        traffic_class: str,
+        local_tokens: int,
+    ) -> None:
+        super().__init__(range(prompt_tokens), traffic_class=traffic_class, local_tokens=local_tokens)
+        self.tenant = tenant
+        self.id = pass_id or self.id
+        self.counted = pass_id is not None
+        self._keys = list(keys)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self._keys
+
+    def add(self, tokens: Tokens) -> None:
+        raise TypeError("this pass takes keys, not tokens")
+
+    def hash(self, *, wait: bool) -> bool:
+        return True
 
 
 def _own(tokens: Tokens) -> Tokens:

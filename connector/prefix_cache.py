@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,16 @@ class PrefixCache(BasePrefixCache):
             self._counters,
             on_boot=self._forget,
         )
-        self._saver = Saver(self._client, self._link, self._known, self._failed, self._counters, options, payload_bytes)
+        self._saver = Saver(
+            self._client,
+            self._link,
+            self._known,
+            self._failed,
+            self._counters,
+            options,
+            payload_bytes,
+            on_stored=self._note_stored,
+        )
 
     # The engine's side
 
@@ -269,6 +278,7 @@ class PrefixCache(BasePrefixCache):
             pass_id=p.id,
             unreachable_tokens=unreachable_tokens,
             tenant=p.tenant,
+            counted=p.counted,
             deadline_s=remaining,
         )
         return self._found(p, attachment, keys, match)
@@ -277,23 +287,27 @@ class PrefixCache(BasePrefixCache):
         self._known.add(keys[: match.blocks])
         self._known.discard(keys[match.blocks :])
         if not match.lease_id:
-            return Answer()
+            return Answer(stored_blocks=match.blocks)
         lease = Lease(match, attachment)
         hit_blocks = self._failed.good_prefix(keys[: match.blocks])
         if hit_blocks < self.options.min_hit_blocks or hit_blocks <= p.local_tokens // self.namespace.block_tokens:
             self._release(lease, 0, pb.BYPASSED if hit_blocks == match.blocks else pb.LOAD_ERROR)
-            return Answer()
-        return Answer(hit_blocks, lease, "hit")
+            return Answer(stored_blocks=match.blocks)
+        return Answer(hit_blocks, lease, "hit", match.blocks)
 
     def _not_asked(self, p: Pass) -> Answer:
-        self._add_unreachable_tokens(p.prompt_tokens)
+        if p.counted:
+            self._add_unreachable_tokens(p.prompt_tokens)
         return Answer(reason="timed out" if time.monotonic() >= p.deadline else "unreachable")
 
     def _deliver(self, p: Pass, answer: Answer) -> None:
         """Shows the answer to the engine, and counts it."""
         p.pending = False
         p.reason = answer.reason
+        p.stored_blocks = answer.stored_blocks
         p.hit_tokens = answer.hit_blocks * self.namespace.block_tokens
+        if answer.lease is not None:
+            p.tiers = answer.lease.match.tiers[: answer.hit_blocks]
         if not self._usable:
             return
         hit = answer.hit_blocks > 0
@@ -412,6 +426,9 @@ class PrefixCache(BasePrefixCache):
     def _add_unreachable_tokens(self, tokens: int) -> None:
         with self._lock:
             self._unreachable_tokens += tokens
+
+    def _note_stored(self, keys: Sequence[bytes]) -> None:
+        """For a subclass that passes it on."""
 
     def _forget(self) -> None:
         """Another boot of the daemon: what was known of the last one need not hold."""

@@ -50,7 +50,10 @@ class Saver:
         counters: Counters,
         options: CacheOptions,
         payload_bytes: int,
+        on_stored: Callable[[Sequence[bytes]], None],
     ) -> None:
+        """`on_stored` is told, on the worker thread, which keys are stored now."""
+        self._on_stored = on_stored
         self._client = client
         self._link = link
         self._known = known
@@ -160,5 +163,7 @@ class Saver:
         self._known.discard(set(batch.keys).difference(stored))
         if self._slots is not None:
             self._slots.give(batch.slots)
+        if stored:
+            self._on_stored(stored)
         counts["stored_bytes"] = counts.get("stored_blocks", 0) * self._payload_bytes
         self._counters.add(**counts)

@@ -27,8 +27,13 @@ class BlockKernels(Protocol):
     Both raise `ValueError`, before anything is written, when the sizes do not fit each other.
     """
 
-    def scatter(self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        """Copies the payloads (may be read-only) into the pool. They are no longer needed once this returns."""
+    def scatter(
+        self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor, *, skip: int = 0
+    ) -> None:
+        """Copies the payloads (may be read-only) into the pool. They are no longer needed once this returns.
+
+        The first `skip` tokens are left out, and their slots are not looked at: the engine has them already.
+        """
         ...
 
     def gather(self, kv: Sequence[torch.Tensor], slots: torch.Tensor, payloads: Sequence[memoryview]) -> None:

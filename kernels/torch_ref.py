@@ -20,13 +20,15 @@ with warnings.catch_warnings():
 class TorchBlockKernels:
     """`BlockKernels` by ``index_copy_`` and ``index_select``."""
 
-    def scatter(self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    def scatter(
+        self, payloads: Sequence[memoryview], kv: Sequence[torch.Tensor], slots: torch.Tensor, *, skip: int = 0
+    ) -> None:
         blocks = _as_tensors(payloads, kv, slots, writable=False)
         if not blocks:
             return
         tokens = torch.cat(blocks, dim=2).to(kv[0].device)  # [layers, planes, n * tokens, kv_heads, head_dim]
-        for layer, source in zip(kv, tokens, strict=True):
-            layer.index_copy_(1, slots, source)
+        for layer, source in zip(kv, tokens[:, :, skip:], strict=True):
+            layer.index_copy_(1, slots[skip:], source)
 
     def gather(self, kv: Sequence[torch.Tensor], slots: torch.Tensor, payloads: Sequence[memoryview]) -> None:
         blocks = _as_tensors(payloads, kv, slots, writable=True)

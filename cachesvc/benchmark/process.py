@@ -50,6 +50,11 @@ class DaemonProcess:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the daemon does not run"
+        return self._process.pid
+
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:

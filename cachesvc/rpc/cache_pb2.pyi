@@ -310,6 +310,7 @@ class MatchRequest(google.protobuf.message.Message):
     SHARD_FIELD_NUMBER: builtins.int
     UNREACHABLE_TOKENS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    UNCOUNTED_FIELD_NUMBER: builtins.int
     attachment: builtins.int
     keys: builtins.bytes
     traffic_class: builtins.str
@@ -329,6 +330,8 @@ class MatchRequest(google.protobuf.message.Message):
     """input tokens of earlier passes during which the client could not ask the daemon"""
     tenant: builtins.bytes
     """8 bytes that tell the tenant's salt from others, or empty: for accounting only"""
+    uncounted: builtins.bool
+    """not accounted: another rank of this engine asks for the same pass, and is accounted"""
     def __init__(
         self,
         *,
@@ -343,8 +346,9 @@ class MatchRequest(google.protobuf.message.Message):
         shard: builtins.int = ...,
         unreachable_tokens: builtins.int = ...,
         tenant: builtins.bytes = ...,
+        uncounted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "shard", b"shard", "tenant", b"tenant", "traffic_class", b"traffic_class", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attachment", b"attachment", "input_tokens", b"input_tokens", "keys", b"keys", "lease_ms", b"lease_ms", "local_tokens", b"local_tokens", "min_blocks", b"min_blocks", "pass_id", b"pass_id", "shard", b"shard", "tenant", b"tenant", "traffic_class", b"traffic_class", "uncounted", b"uncounted", "unreachable_tokens", b"unreachable_tokens"]) -> None: ...
 
 Global___MatchRequest: typing_extensions.TypeAlias = MatchRequest
 

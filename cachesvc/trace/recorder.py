@@ -8,6 +8,7 @@ comes one event a line, with ``at`` (seconds since the epoch) and ``event``:
 ask          a Match: ``pass`` (number), ``id`` (as given by the client), ``again`` (it had asked before), ``class``,
              ``model``, ``tenant``, ``block`` (tokens), ``input`` and ``local`` (tokens), ``shards``, ``keys``
 end          what became of it: ``pass``, ``loaded`` (blocks), ``tiers`` (one byte per matched block), ``reason``
+uncounted    a look-up by another rank of an engine, for a pass that is counted already
 unreachable  ``tokens`` of passes that could not ask, with ``class``, ``model``, ``tenant``
 stored       ``keys`` that can be matched from here on, of one ``shard``
 dropped      ``keys`` that cannot be any more, and the ``reason``

@@ -122,3 +122,11 @@ def test_the_sum_is_always_the_input(passes: list[tuple[int, int, int, int, int,
         assert row["input"] == row["local"] + row["pending"] + sum(hits(row).values()) + sum(misses(row).values())
         assert min(row.values()) >= 0
         assert row["passes"] == len({identity for identity, *_ in passes})
+
+
+def test_a_pass_of_another_rank_is_not_counted() -> None:
+    accounting = Accounting()
+    opened(accounting)
+    accounting.settle(opened(accounting, counted=False), bytes([Tier.TIER_DRAM] * 5), 5, MissReason.BYPASSED)
+    row = only_row(accounting)
+    assert (row["passes"], row["input"], row["pending"], hits(row)) == (1, 1000, 640, {})

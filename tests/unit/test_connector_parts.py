@@ -181,7 +181,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     daemon: Any = ScriptedDaemon(script)
     counters, known = Counters(), KnownKeys(1000)
     failed = FailedKeys(10, 60.0, lambda: 0.0)
-    saver = Saver(daemon, daemon, known, failed, counters, options, size)
+    saver = Saver(daemon, daemon, known, failed, counters, options, size, lambda keys: None)
     filled, queued = 0, 0
     for number, wish in enumerate(wishes):
         keys = [bytes([number, i]) * 8 for i in range(wish)]

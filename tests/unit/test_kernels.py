@@ -129,3 +129,17 @@ def test_gather_into_read_only_memory_is_refused() -> None:
     payload = memoryview(bytes(LAYERS * 2 * BLOCK * HEADS * DIM * 4))
     with pytest.raises(ValueError, match="read-only"):
         kernels_for("cpu").gather(kv, torch.arange(128), [payload])
+
+
+@pytest.mark.parametrize("skip", [0, 1, 100, BLOCK, BLOCK + 40, 2 * BLOCK])
+def test_tokens_that_are_skipped_keep_what_they_had(skip: int) -> None:
+    slots, size = random_slots(2, 16)
+    source = [layer.view(torch.int32) for layer in pool_of(torch.float32, size)]  # bits, for NaNs equal nothing
+    target = [torch.zeros_like(layer) for layer in source]
+    payloads = [memoryview(bytearray(expected_payload(source, slots, block))) for block in range(2)]
+    given = slots.clone()
+    given[:skip] = -1  # not looked at
+    kernels_for("cpu").scatter(payloads, target, given, skip=skip)
+    for layer, wanted in zip(target, source, strict=True):
+        assert torch.equal(layer[:, slots[skip:]], wanted[:, slots[skip:]])
+        assert not layer[:, slots[:skip]].any()
