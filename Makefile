@@ -1,5 +1,6 @@
 # make run    the demonstration: a real model, with the cache off, cold, warm, and after a restart
-# make test   all tests            make lint   ruff and mypy --strict            make proto   regenerate the stubs
+# make test   the tests            make lint   ruff and mypy --strict            make proto   regenerate the stubs
+# make test-long    what takes longer: real traces, recordings, benchmarks, stress
 # make test-vllm    the connector in a real vLLM, in an environment of its own: CPU only, 4 GB, 20 minutes the first time
 PYTHON ?= python3
 VENV   := .venv
@@ -13,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: run test test-vllm lint proto venv clean
+.PHONY: run test test-long test-vllm lint proto venv clean
 
 venv: $(STAMP)
 
@@ -29,7 +30,10 @@ run: venv
 	@$(BIN)/python -m cachesvc.engine demo
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 5
+	$(BIN)/python -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
+
+test-long: venv
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --durations 5
 
 $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
 	$(PYTHON) -m venv $(VLLM)

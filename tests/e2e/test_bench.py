@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SIZES = {113_920, 1 << 20, 4 << 20, 16 << 20}
 
 
@@ -14,6 +16,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
+@pytest.mark.long
 def test_the_result_has_the_shape_that_all_benchmarks_have() -> None:
     ended = run("--quick", "--json", "--repeats", "1", "--bytes", "1MiB", "--arena-bytes", "160MiB")
     assert ended.returncode == 0, ended.stderr

@@ -100,6 +100,7 @@ def test_the_store_is_kept_and_nothing_runs_on(played: tuple[dict[str, Any], Pat
     assert running_with(str(store)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_demo_that_is_told_to_stop_takes_its_daemon_along(number: signal.Signals) -> None:
     ensure_model()

@@ -85,6 +85,7 @@ class Traffic:
             client.save(keys, wanted, traffic_class=traffic_class)
 
 
+@pytest.mark.long
 def test_counting_the_recording_again_gives_what_the_daemon_counted(
     make_daemon: Callable[..., Daemon], namespace: Namespace, tmp_path: Path
 ) -> None:

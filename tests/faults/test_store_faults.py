@@ -234,6 +234,7 @@ def test_a_flipped_bit_makes_its_block_a_miss_and_no_other(
         assert client.fetch(keys) == payloads
 
 
+@pytest.mark.long
 def test_random_bit_flips_never_serve_a_wrong_byte(
     make_daemon: Callable[..., Daemon], filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
 ) -> None:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_clients_that_are_killed_hurt_nobody() -> None:
     script = Path(__file__).parents[2] / "bench" / "stress.py"
     command = [sys.executable, str(script), "--seconds", "6", "--clients", "4", "--arena-bytes", str(96 << 20)]

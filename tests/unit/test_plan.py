@@ -117,6 +117,7 @@ def test_a_trace_gives_hit_rate_and_write_rate(typed: Typed, tmp_path: Path) -> 
     assert short["retention"] == 20
 
 
+@pytest.mark.long
 def test_the_real_agents_give_the_96_percent(typed: Typed) -> None:
     trace = real("agent_sample.jsonl")
     out = json.loads(typed("plan", "--trace", trace, "--bytes-per-token", 890, "--ttl", "3d", "--json")[1])

@@ -14,6 +14,8 @@ from cachesvc.trace.formats import Request, merged, open_trace
 from cachesvc.trace.replay import replay, rows, simulations
 from cachesvc.trace.simulate import TTL
 
+pytestmark = pytest.mark.long
+
 CONVERSATION = "conversation_trace.jsonl", 512, 144_793_823
 AGENT = "agent_sample.jsonl", 128, 565_515_277
 
