@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from cachesvc.clock import Clock, SystemClock
 from cachesvc.histograms import DEPTHS, bucket
-from cachesvc.limits import MAX_ACCOUNTING_ROWS, MAX_REMEMBERED_PASSES
+from cachesvc.limits import CLOSE_SECONDS, MAX_ACCOUNTING_ROWS, MAX_REMEMBERED_PASSES
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
 
 OTHER = "other"
@@ -58,41 +59,35 @@ class RowKey(NamedTuple):
 class Pass:
     """One pass, and what it has added to its row."""
 
-    row: Row
+    key: RowKey
     block_tokens: int
     block_bytes: int
     local: int
-    counts: dict[str, int]
     number: int
-    again: bool
+    again: bool = False
     """Whether it had asked before."""
+    counts: Row = field(default_factory=Counter)
     settled: bool = False
+    closed: bool = False
     ages: list[tuple[int, int]] = field(default_factory=list)
     """Of the matched blocks, in order: bucket of the time since their last use, and how many there are of it."""
 
-    def add(self, counts: Mapping[str, int]) -> None:
-        for name, count in counts.items():
-            self.row[name] += count
-            self.counts[name] = self.counts.get(name, 0) + count
-
-    def withdraw(self) -> None:
-        for name, count in self.counts.items():
-            self.row[name] -= count
-        self.settled = True
-
 
 class Accounting:
-    """Thread-safe."""
+    """Thread-safe.
 
-    def __init__(self) -> None:
+    A pass is in `rows` from its beginning on. In `closed_rows`, whose counts never fall, it is once it was settled
+    `CLOSE_SECONDS` ago; if it asks again after that, it stays counted as it was.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._rows: dict[RowKey, Row] = {}
+        self._closed: dict[RowKey, Row] = {}
         self._passes: OrderedDict[bytes, Pass] = OrderedDict()
+        self._to_close: deque[tuple[float, Pass]] = deque()
         self._opened = 0
-
-    def row(self, key: RowKey) -> Row:
-        with self._lock:
-            return self._row(key)
 
     def open(
         self,
@@ -110,32 +105,39 @@ class Accounting:
     ) -> Pass:
         """Counts a pass; tokens behind the match miss for `reason`, those behind the last asked block as partial tail.
 
-        Tokens that the engine held itself are neither hits nor misses of ours. One that is not `counted` is settled
-        from the beginning.
+        Tokens that the engine held itself are neither hits nor misses of ours. One that is not `counted`, or that was
+        counted and closed before, has the number `UNCOUNTED`, and nothing is counted for it.
         """
-        if not counted:
-            return Pass(Row(), block_tokens, block_bytes, local_tokens, {}, UNCOUNTED, again=False, settled=True)
         matched = max(matched_blocks * block_tokens, local_tokens)
         asked = max(asked_blocks * block_tokens, matched)
-        counts = {"passes": 1, "input": input_tokens, "local": local_tokens, "pending": matched - local_tokens}
+        counts = Counter({"passes": 1, "input": input_tokens, "local": local_tokens, "pending": matched - local_tokens})
         if asked > matched:
             counts[_miss(reason)] = asked - matched
         if input_tokens > asked:
             counts[_PARTIAL_TAIL] = input_tokens - asked
         with self._lock:
+            earlier = self._passes.get(pass_id) if pass_id and counted else None
+            if not counted or (earlier is not None and earlier.closed):
+                return Pass(key, block_tokens, block_bytes, local_tokens, UNCOUNTED, settled=True, closed=True)
             self._opened += 1
-            earlier = self._passes.pop(pass_id, None) if pass_id else None
-            opened = Pass(
-                self._row(key), block_tokens, block_bytes, local_tokens, {}, self._opened, earlier is not None
-            )
+            opened = Pass(self._known(key), block_tokens, block_bytes, local_tokens, self._opened, earlier is not None)
             if earlier is not None:
-                earlier.withdraw()
+                counts["new"] += earlier.counts["new"]  # for it they were; this time they were not
+                self._rows[earlier.key].subtract(earlier.counts)
+                earlier.settled = earlier.closed = True
             if pass_id:
                 self._passes[pass_id] = opened
+                self._passes.move_to_end(pass_id)
                 if len(self._passes) > MAX_REMEMBERED_PASSES:
                     self._passes.popitem(last=False)
-            opened.add(counts)
+            self._add(opened, counts)
         return opened
+
+    def note_new(self, opened: Pass, tokens: int) -> None:
+        """So many tokens of the pass were never there before."""
+        with self._lock:
+            if not opened.closed:
+                self._add(opened, {"new": tokens})
 
     def settle(self, opened: Pass, tiers: bytes, loaded_blocks: int, reason: MissReason.ValueType) -> None:
         """Turns pending tokens into hits (`loaded_blocks` from the first on) and misses. Only the first call counts.
@@ -150,7 +152,7 @@ class Accounting:
             own, part = divmod(opened.local, opened.block_tokens)
             used = tiers[own:loaded_blocks]
             left = opened.counts["pending"]
-            counts = {"pending": -left}
+            counts = Counter({"pending": -left})
             for tier in set(used):
                 blocks, name = used.count(tier), _tier(tier)
                 counts[HIT + name] = blocks * opened.block_tokens - (part if tier == used[0] else 0)
@@ -165,29 +167,52 @@ class Accounting:
                 first, position = position, position + blocks
                 tokens = (min(position, loaded_blocks) - max(first, own)) * opened.block_tokens
                 if tokens > 0:
-                    name = f"age.{age}"
-                    counts[name] = counts.get(name, 0) + tokens
-            opened.add(counts)
+                    counts[f"age.{age}"] += tokens
+            self._add(opened, counts)
+            self._to_close.append((self._clock.monotonic() + CLOSE_SECONDS, opened))
 
     def unreachable(self, key: RowKey, tokens: int) -> None:
         """Counts input of passes that could not ask the daemon."""
-        self.add(self.row(key), {"input": tokens, _miss(MissReason.UNREACHABLE): tokens})
+        self.add(key, {"input": tokens, _miss(MissReason.UNREACHABLE): tokens})
 
-    def add(self, row: Row, counts: Mapping[str, int]) -> None:
-        """Counts what belongs to no pass, or stays when its pass is withdrawn."""
+    def add(self, key: RowKey, counts: Mapping[str, int]) -> None:
+        """Counts what belongs to no pass."""
         with self._lock:
-            for name, count in counts.items():
-                row[name] += count
+            known = self._known(key)
+            self._rows[known].update(counts)
+            self._closed[known].update(counts)
+
+    def close(self, *, all_settled: bool = False) -> None:
+        """Closes the passes that were settled long enough ago, or all settled ones."""
+        with self._lock:
+            now = self._clock.monotonic()
+            while self._to_close and (all_settled or self._to_close[0][0] <= now):
+                _, settled = self._to_close.popleft()
+                if not settled.closed:
+                    settled.closed = True
+                    self._closed[settled.key].update(settled.counts)
 
     def rows(self) -> list[tuple[RowKey, Row]]:
         """Copies of all rows, by class, model and tenant."""
         with self._lock:
             return [(key, Counter(row)) for key, row in sorted(self._rows.items())]
 
-    def _row(self, key: RowKey) -> Row:
+    def closed_rows(self) -> list[tuple[RowKey, Row]]:
+        """The same of closed passes alone."""
+        with self._lock:
+            return [(key, Counter(row)) for key, row in sorted(self._closed.items())]
+
+    def _add(self, opened: Pass, counts: Mapping[str, int]) -> None:
+        self._rows[opened.key].update(counts)
+        opened.counts.update(counts)
+
+    def _known(self, key: RowKey) -> RowKey:
+        """The key of a row that there is: that of all others once there are too many."""
         if key not in self._rows and len(self._rows) >= MAX_ACCOUNTING_ROWS:
             key = RowKey(key.traffic_class, OTHER, OTHER)
-        return self._rows.setdefault(key, Counter())
+        if key not in self._rows:
+            self._rows[key], self._closed[key] = Counter(), Counter()
+        return key
 
 
 def by_prefix(counts: Iterable[tuple[str, int]], prefix: str) -> dict[str, int]:

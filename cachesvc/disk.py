@@ -50,6 +50,9 @@ from cachesvc.store_dir import lock_store, next_epoch, write_atomically
 
 log = logging.getLogger("cachesvc.store")
 
+# Blocks in one write to the durable index, when it is written anew.
+_INDEX_BATCH = 4_096
+
 
 @dataclass(frozen=True)
 class NewBlock:
@@ -100,6 +103,8 @@ class DiskTier:
         self._write_fault: str | None = None
         self._retry_at = 0.0
         self._save_at = 0.0
+        self._index_fault = False
+        self._mend_index_at = 0.0
         self._lock_file = lock_store(path)
         try:
             self._daemon, self._epoch = next_epoch(path)
@@ -206,6 +211,8 @@ class DiskTier:
     def maintain(self) -> None:
         """One round of housekeeping: seals and expires slices whose time has come, saves use times."""
         with self._writing:
+            if self._index_fault and self._clock.monotonic() >= self._mend_index_at:
+                self._mend_index()
             now = self._clock.now()
             for key, (_, segment) in list(self._writers.items()):
                 if segment.head.slice_end <= now:
@@ -225,6 +232,8 @@ class DiskTier:
             for key in list(self._writers):
                 self._seal(key)
             self._save_touches()
+            if self._index_fault:
+                self._mend_index()
             self._index.close()
             os.close(self._lock_file)
 
@@ -450,12 +459,36 @@ class DiskTier:
         drop_segment: int | None = None,
     ) -> None:
         """Writes to the durable index. A failure is counted, not raised: the files hold the same and more."""
+        if self._index_fault:
+            return  # it takes nothing any more, and will be written anew
         state = None if segment is None else (segment, str(segment.path.relative_to(self.path)))
         try:
             self._index.write(put=put, delete=delete, segment=state, drop_segment=drop_segment)
         except IndexDamaged as error:
             self.events["index_errors"] += 1
-            log.warning("the durable index did not take a write (it is rebuilt from the files when needed): %s", error)
+            self._index_fault = True
+            self._mend_index_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+            log.warning("the durable index did not take a write, and is written anew when it can be: %s", error)
+
+    def _mend_index(self) -> None:
+        """Writes the index anew from what is in memory: after one failed write RocksDB takes no other."""
+        self._index.close()
+        RocksIndex.destroy(self.path / "index")
+        self._mend_index_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        try:
+            self._index = RocksIndex(self.path / "index")
+            for segment in list(self._segments.values()):
+                with self._lock:
+                    live = list(self.catalog.live_locked(segment))
+                for start in range(0, len(live), _INDEX_BATCH):
+                    self._index.write(put=live[start : start + _INDEX_BATCH])
+                # After its blocks: a segment that is recorded as sealed has them all.
+                self._index.write(segment=(segment, str(segment.path.relative_to(self.path))))
+        except IndexDamaged as error:
+            log.warning("the durable index cannot be written anew yet: %s", error)
+            return
+        self._index_fault = False
+        self.events["index_rebuilds"] += 1
 
     # ---- inside: opening -----------------------------------------------------------------------------------------
 

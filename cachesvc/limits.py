@@ -35,6 +35,9 @@ MAX_ATTACHMENTS: Final = 4_096
 # Passes remembered so that a repeated Match is accounted once; the oldest is forgotten first.
 MAX_REMEMBERED_PASSES: Final = 65_536
 
+# Seconds after which an ended pass counts for good: an engine that asks again does so sooner.
+CLOSE_SECONDS: Final = 5.0
+
 # Rows of the accounting (class, model, tenant). Past it, further ones are counted under "other".
 MAX_ACCOUNTING_ROWS: Final = 1_024
 

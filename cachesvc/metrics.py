@@ -38,7 +38,8 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         report = self._service.report(pb.ReportRequest())
         rows: dict[tuple[str, str], Row] = {}
-        for key, row in self._service.accounting.rows():  # of all tenants: there may be too many for labels
+        # Closed passes, whose counts never fall; of all tenants: there may be too many for labels.
+        for key, row in self._service.accounting.closed_rows():
             rows.setdefault((key.traffic_class, key.model), Counter()).update(row)
         for name, text, counted in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=["class", "model"])
@@ -51,7 +52,7 @@ class ServiceCollector(Collector):
                 for part, number in by_prefix(row.items(), prefix).items():
                     family.add_metric([*labels, part], number)
             yield family
-        pending = sum(row["pending"] for row in rows.values())
+        pending = sum(row["pending"] for _, row in self._service.accounting.rows())
         yield GaugeMetricFamily("cachesvc_pending_tokens", "Matched, not yet loaded or given up", value=pending)
         yield from self._service.observer.load_seconds.collect()
         events = CounterMetricFamily("cachesvc_events", "Things that happened in the store", labels=["event"])

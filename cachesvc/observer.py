@@ -9,6 +9,7 @@ import base64
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -40,7 +41,7 @@ class Observer:
         record_bytes: int = DEFAULT_RECORD_BYTES,
     ) -> None:
         """Keeps its files below `path`. `gauges` tells how full the store is, `record_bytes` bounds the recording."""
-        self.accounting = Accounting()
+        self.accounting = Accounting(clock)
         self.events: Counter[str] = Counter()
         self.load_seconds = Histogram(
             "cachesvc_load_seconds",
@@ -69,7 +70,7 @@ class Observer:
         self._reuse.asked(keys)
         new = self._ceiling.asked(keys)
         if new:
-            self.accounting.add(opened.row, {"new": new * opened.block_tokens})
+            self.accounting.note_new(opened, new * opened.block_tokens)
 
     def settle(self, opened: Pass, tiers: bytes, loaded: int, reason: MissReason.ValueType) -> None:
         """See `Accounting.settle`."""
@@ -126,11 +127,12 @@ class Observer:
         """Blocks were written, perhaps without having been asked for."""
         self._ceiling.stored(keys)
 
-    def counted(self) -> Counts:
-        """All since the daemon started."""
+    def counted(self, *, closed: bool = False) -> Counts:
+        """All since the daemon started; or without the passes that may still change."""
         other = Counter({f"lifetime.{b}": n for b, n in self._catalog.lifetimes().items()})
         other |= Counter({f"reuse.{b}": n for b, n in self._reuse.counts().items()})
-        return Counts(dict(self.accounting.rows()), other, dict(self._gauges()))
+        rows = self.accounting.closed_rows() if closed else self.accounting.rows()
+        return Counts(dict(rows), other, dict(self._gauges()))
 
     def history(self, since: float, until: float, width: int) -> dict[int, Counts]:
         """See `Rollups.history`."""
@@ -138,8 +140,9 @@ class Observer:
 
     def maintain(self, *, closing: bool = False) -> None:
         """Keeps what was counted once a minute."""
+        self.accounting.close(all_settled=closing)
         try:
-            if self._rollups.keep(self.counted, self._clock.now(), closing=closing):
+            if self._rollups.keep(partial(self.counted, closed=True), self._clock.now(), closing=closing):
                 self._ceiling.save(self._ceiling_file)
         except OSError as error:
             self.events["rollup_errors"] += 1

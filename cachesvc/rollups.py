@@ -1,6 +1,6 @@
 """What was counted, minute by minute, kept for 30 days within a byte budget.
 
-One line of JSON per minute in which something happened, in one file per day (UTC); files of past days are compressed.
+A line per minute in which something happened: a digest and JSON. One file per day (UTC), past days are compressed.
 A killed daemon loses the minute it was in. A line that cannot be read (cut off by a crash, damaged) is left out. When
 the disk refuses a minute, its counts go into the next one.
 """
@@ -12,6 +12,7 @@ import gzip
 import json
 import logging
 import os
+import secrets
 import threading
 import zlib
 from collections import Counter
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import xxhash
 
 from cachesvc.accounting import Row, RowKey
 from cachesvc.limits import MAX_ROLLUP_BYTES, ROLLUP_DAYS
@@ -81,18 +84,17 @@ class Rollups:
         if minute == self._minute and not closing:
             return False
         with self._lock:
-            if self._minute is None:
+            first = self._minute is None
+            over, self._minute = minute if self._minute is None else self._minute, minute
+            if first:
                 self._path.mkdir(exist_ok=True)
                 self._ragged = set(self._path.glob(f"*{_PLAIN}"))
-                self._minute = minute
-                self._tidy(minute)
             new = counted().since(self._kept)
             if new:
-                self._append(self._minute, new)
+                self._append(over, new)
                 self._kept.add(new)
-            if minute // _DAY_MINUTES != self._minute // _DAY_MINUTES:
+            if first or minute // _DAY_MINUTES != over // _DAY_MINUTES:
                 self._tidy(minute)
-            self._minute = minute
         return bool(new)
 
     def history(
@@ -107,10 +109,12 @@ class Rollups:
                 buckets.setdefault(start, Counts()).add(counts)
 
         with self._lock:
+            read: dict[int, set[bytes]] = {}
             for path in self._files():
-                begin = _day_of(path) * _DAY_MINUTES * MINUTE
+                day = _day_of(path)
+                begin = day * _DAY_MINUTES * MINUTE
                 if since < begin + _DAY_MINUTES * MINUTE and begin < until:
-                    for minute, counts in _read(path):
+                    for minute, counts in _read(path, read.setdefault(day, set())):
                         add(minute, counts)
             unwritten = counted().since(self._kept)
         if unwritten:
@@ -120,8 +124,10 @@ class Rollups:
     def _append(self, minute: int, counts: Counts) -> None:
         path = self._path / (_name_of(minute // _DAY_MINUTES) + _PLAIN)
         rows = [[*key, row] for key, row in counts.rows.items()]
-        line = json.dumps({"minute": minute, "rows": rows, "other": counts.other, "store": counts.store})
-        text = ("\n" if path in self._ragged else "") + line + "\n"
+        # `id` sets apart two lines that are otherwise alike.
+        fields = {"minute": minute, "id": secrets.token_hex(4), "rows": rows, "other": counts.other}
+        body = json.dumps(fields | {"store": counts.store})
+        text = ("\n" if path in self._ragged else "") + f"{_digest(body.encode())} {body}\n"
         self._ragged.add(path)
         with path.open("a") as file:
             file.write(text)
@@ -131,19 +137,25 @@ class Rollups:
 
     def _tidy(self, minute: int) -> None:
         """Compresses past days; removes the oldest over the number of days and over the budget."""
-        today = minute // _DAY_MINUTES
+        try:
+            self._compress(minute // _DAY_MINUTES)
+            files = self._files()
+            sizes = [path.stat().st_size for path in files]
+            # By number, not by date: a clock that jumps ahead once must not clear everything.
+            for number, path in enumerate(files[:-1]):
+                if number < len(files) - ROLLUP_DAYS - 1 or sum(sizes[number:]) > self._budget:
+                    path.unlink()
+        except OSError as error:
+            log.warning("files of past days are left as they are until tomorrow: %s", error)
+
+    def _compress(self, today: int) -> None:
         for path in self._files():
             if path.name.endswith(_PLAIN) and _day_of(path) < today:
-                # A day may have been compressed before, by a clock that went back: members of a gzip file add up.
+                # A day may have been compressed before: by a clock that went back (members of a gzip file add up), or
+                # just now, before a kill (a line that is read twice counts once).
                 packed = path.with_suffix(_PACKED)
                 earlier = packed.read_bytes() if packed.exists() else b""
                 write_atomically(packed, earlier + gzip.compress(path.read_bytes() + b"\n"))
-                path.unlink()
-        files = self._files()
-        sizes = [path.stat().st_size for path in files]
-        # By number, not by date: a clock that jumps ahead once must not clear everything.
-        for number, path in enumerate(files[:-1]):
-            if number < len(files) - ROLLUP_DAYS - 1 or sum(sizes[number:]) > self._budget:
                 path.unlink()
 
     def _files(self) -> list[Path]:
@@ -151,28 +163,36 @@ class Rollups:
         return sorted(path for path in found if path.suffix in (_PLAIN, ".gz") and _day_of(path) >= 0)
 
 
-def _read(path: Path) -> Iterator[tuple[int, Counts]]:
+def _read(path: Path, seen: set[bytes]) -> Iterator[tuple[int, Counts]]:
+    """The lines of a file but for those `seen` before, by their digests, which are added."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
-                found = _parse(line)
-                if found is not None:
-                    yield found
+                digest, _, body = line.rstrip(b"\n").partition(b" ")
+                if digest not in seen and digest == _digest(body).encode():
+                    seen.add(digest)
+                    found = _parse(body)
+                    if found is not None:
+                        yield found
     except FileNotFoundError:
         return  # compressed or removed meanwhile
     except (OSError, EOFError, zlib.error) as error:
         log.warning("the rest of %s is left out: %s", path, error)
 
 
-def _parse(line: bytes) -> tuple[int, Counts] | None:
+def _digest(body: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(body)
+
+
+def _parse(body: bytes) -> tuple[int, Counts] | None:
     try:
-        found = json.loads(line)
+        found = json.loads(body)
         rows = {
             RowKey(str(traffic_class), str(model), str(tenant)): _counter(row)
             for traffic_class, model, tenant, row in found["rows"]
         }
         return int(found["minute"]), Counts(rows, _counter(found["other"]), dict(_counter(found["store"])))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

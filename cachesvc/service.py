@@ -23,7 +23,7 @@ from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
-from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, WriteRefused
+from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, StoreUnusable, WriteRefused
 from cachesvc.index.table import Entry, block_ids
 from cachesvc.keys import KEY_BYTES, TENANT_BYTES
 from cachesvc.leases import LeaseTable, ReadLease, Session, WriteLease, put_chunk
@@ -97,7 +97,11 @@ class Service:
         self._being_written: set[bytes] = set()
         self._passes: dict[bytes, bytes] = {}
         if record:
-            self.observer.record(on=True)
+            try:
+                self.observer.record(on=True)
+            except OSError as error:
+                path = self.observer.recorder.path
+                raise StoreUnusable(f"cannot record into {path}: {error.strerror}; or leave out --record") from error
 
     # ---- calls of readers ----------------------------------------------------------------------------------------
 
@@ -132,8 +136,6 @@ class Service:
         if len(request.tenant) not in (0, TENANT_BYTES):
             raise InvalidCall(f"tenant has {len(request.tenant)} bytes; it must have {TENANT_BYTES} or be empty")
         _check_shard(request.shard, len(attachment.shapes))
-        if request.pass_id:
-            self._end_pass(request.pass_id)
         if count * len(attachment.shapes) > MAX_KEYS:
             raise InvalidCall(f"{count} keys of {len(attachment.shapes)} shards are asked; {MAX_KEYS} in all can be")
         identities = [block_ids(request.keys, shard) for shard in range(len(attachment.shapes))]
@@ -154,6 +156,8 @@ class Service:
             reason=first_miss,
             counted=not request.uncounted,
         )
+        if request.pass_id:  # after it was withdrawn: it counts only once, and as what it is now
+            self._end_pass(request.pass_id)
         if place is not None:
             self.observer.record_ask(place, opened, row, request, identities)
         for ids in identities:
@@ -586,7 +590,7 @@ class Service:
         except WriteRefused:
             state = pb.CommitState.WRITE_REFUSED
         else:
-            row = self.accounting.row(RowKey(lease.traffic_class.name, lease.attachment.model))
+            row = RowKey(lease.traffic_class.name, lease.attachment.model)
             self.accounting.add(row, {"stored_blocks": len(good), "stored_bytes": shape.payload_bytes * len(good)})
         lease.settled.update(dict.fromkeys(good, state))
         if damaged:

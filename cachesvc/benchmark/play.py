@@ -103,6 +103,8 @@ def play(
                 played.refused_blocks += len(part) - count
             played.seconds = time.monotonic() - began
             tell(played)
+    except OSError as error:
+        raise BenchError(f"cannot write {error.filename}: {error.strerror}") from error
     except CacheError as error:
         raise BenchError(f"the daemon at {address} failed a call: {error}") from error
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -39,10 +40,17 @@ def version() -> None:
 
 def main() -> None:
     try:
-        make_app(sys.argv[1:])()
+        try:
+            make_app(sys.argv[1:])()
+        finally:
+            sys.stdout.flush()
     except CacheError as error:
         print(f"cachesvc: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # whatever is left of those: the output cannot take more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor at the interpreter's end
+        print(f"cachesvc: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def _token_bytes(given: float | None, model: str | None, path: Path | None, dtyp
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no JSON object")

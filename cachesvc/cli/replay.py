@@ -83,8 +83,8 @@ def replay(
         return
     if block is not None and block <= 0:
         raise ConfigError(f"--block {block}: a block has at least 1 token")
-    if bytes_per_token is not None and bytes_per_token <= 0:
-        raise ConfigError(f"--bytes-per-token {bytes_per_token:g} must be more than 0")
+    if bytes_per_token is not None and not 1e-3 <= bytes_per_token < 1e12:
+        raise ConfigError(f"--bytes-per-token {bytes_per_token:g} must be more than 0.001, and less than 1e12")
     policies = _policies(policy, limited=bool(blocks or capacity), curve=curve)
     ttls = _ttls(ttl, ttl_mode)
     scale = _scale(sample)

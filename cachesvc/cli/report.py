@@ -90,6 +90,8 @@ def span(since: str | None, until: str | None, last: str | None, now: float) -> 
     else:
         start = _moment("--since", since) if since is not None else 0.0
     end = _moment("--until", until) if until is not None else math.inf
+    if start < 0:
+        raise ConfigError(f"the time begins {-start:.0f} s before 1970; nothing was counted then")
     if end <= start:
         raise ConfigError(f"the time ends at {until} before it begins")
     return start, end
@@ -198,7 +200,11 @@ def _lines(counts: dict[str, int]) -> str:
 
 def _watch(table: Any) -> None:
     try:
-        with Live(table(), console=wide_console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
+        while not sys.stdout.isatty():  # a file or a pipe gets one table after the other
+            wide_console().print(table())
+            sys.stdout.flush()
+            time.sleep(_WATCH_SECONDS)
+        with Live(table(), console=wide_console(), screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_SECONDS)
                 live.update(table(), refresh=True)

@@ -152,6 +152,8 @@ def _histogram(
         from matplotlib.ticker import EngFormatter
 
         axes.bar(range(len(labels)), [counts.get(str(i), 0) for i in range(len(labels))], color=_COLOURS[0])
+        if not any(counts.values()):
+            axes.set_ylim(0, 1)
         places: dict[float, list[str]] = {}
         for text, place in (marks or {}).items():
             places.setdefault(place, []).append(text)

@@ -44,7 +44,7 @@ def fetch_history(addresses: Sequence[str | None], since: float, until: float, w
     ttls: dict[str, float] = {}
     merged: dict[int, Counts] = {}
     stores: list[dict[int, dict[str, int]]] = []
-    for address in addresses:
+    for address in dict.fromkeys(addresses):
         found = _ask(address, since, until, width)
         ttls |= {row.traffic_class: row.ttl_seconds for row in fetch_report(address).classes}
         stores.append({start: counts.store for start, counts in found.items()})
@@ -55,7 +55,7 @@ def fetch_history(addresses: Sequence[str | None], since: float, until: float, w
         # A daemon that was idle in a bucket still has what it had.
         last = [store.get(start, before) for store, before in zip(stores, last, strict=True)]
         merged[start].store = dict(sum((Counter(store) for store in last), Counter()))
-    return History(dict(sorted(merged.items())), width, ttls, len(addresses))
+    return History(dict(sorted(merged.items())), width, ttls, len(stores))
 
 
 def fitting_width(seconds: float, buckets: int) -> int:
@@ -78,7 +78,9 @@ def summary(row: Mapping[str, int]) -> dict[str, Any]:
     hits, misses = by_prefix(row.items(), HIT), by_prefix(row.items(), MISS)
     asked = row.get("input", 0)
     reachable = asked - misses.get("partial_tail", 0) - misses.get("unreachable", 0)
-    ceiling = min(max(0, reachable - row.get("new", 0)), asked)
+    # An estimate: what was hit was possible, whatever it says.
+    held = sum(hits.values()) + row.get("local", 0)
+    ceiling = min(max(held, reachable - row.get("new", 0)), asked)
     return {
         "passes": row.get("passes", 0),
         "input_tokens": asked,

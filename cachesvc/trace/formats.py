@@ -201,11 +201,11 @@ class Session(NamedTuple):
         for first, length in ranges:
             if length < 0 or not 0 <= first <= first + length < 1 << ID_BITS:
                 raise ValueError(f"ids {first} to {first + length}")
+            if (passed + length) * self.block > tokens * step:
+                raise ValueError(f"{passed + length} full blocks in {tokens} tokens")
             begin = self.space + first
             keys.extend(range(begin + (step - 1 - passed) % step, begin + length, step))
             passed += length
-        if passed * self.block > tokens * step:
-            raise ValueError(f"{passed} full blocks in {tokens} tokens")
         return Request(self.time(turn), self.traffic_class, tokens, keys)
 
 
@@ -368,7 +368,7 @@ def _read(path: Path) -> Iterator[tuple[int, Mapping[str, Any], int]]:
 def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if number == 1:
             raise TraceError(f"{path}: unknown format, its first line is no JSON or cut off") from error
         how = "is no JSON" if line.endswith(b"\n") else "is cut off; delete it to replay what is before it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Client, Daemon, make_payloads
+from conftest import Client, Daemon, make_payloads, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cachesvc.keys import Namespace, chain_keys, tenant_id
@@ -44,8 +44,13 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
     )
-    with urllib.request.urlopen(request, timeout=20) as reply:
-        yield reply.read().decode()
+
+    def scrape() -> str:
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return str(reply.read().decode())
+
+    wait_until(lambda: 'cachesvc_passes_total{class="agent",model="a-model"} 2.0' in scrape())  # once they are closed
+    yield scrape()
     daemon.kill()
 
 

@@ -6,7 +6,9 @@ import csv
 import io
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -183,3 +185,31 @@ def test_the_page_fits_the_window_of_a_real_browser(page: Path, tmp_path: Path, 
     inner, needed, charts = map(int, title.groups())
     assert needed <= inner, f"the page is {needed} wide in a window of {inner}"
     assert charts == 8
+
+
+def test_an_output_that_takes_no_more_is_one_line(reported: Daemon) -> None:
+    command = [sys.executable, "-m", "cachesvc", "report", "--address", reported.address]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == "cachesvc: cannot write the output: No space left on device\n"
+
+
+def test_a_watched_table_is_shown_again_until_it_is_interrupted(reported: Daemon) -> None:
+    command = [sys.executable, "-m", "cachesvc", "report", "--watch", "--address", reported.address]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    titles = 0
+    while titles < 2:
+        titles += "Hit rate by tokens" in watching.stdout.readline()
+    watching.send_signal(signal.SIGINT)
+    _, errors = watching.communicate(timeout=20)
+    assert (watching.returncode, errors) == (0, "")
+
+
+def test_a_recording_that_cannot_begin_is_one_line(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "trace").write_text("in the way")
+    daemon = make_daemon("--record").start(wait=False)
+    assert daemon.process is not None and daemon.process.wait(20) == 5
+    assert "cannot record into" in daemon.log.read_text() and "Traceback" not in daemon.log.read_text()

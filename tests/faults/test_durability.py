@@ -15,6 +15,7 @@ from conftest import Client, Daemon, make_payloads, wait_until
 from cachesvc.classes import DEFAULT_TTLS, TrafficClasses
 from cachesvc.clock import ManualClock
 from cachesvc.errors import WriteRefused
+from cachesvc.index.rocks import IndexDamaged
 from cachesvc.keys import Namespace, chain_keys
 from cachesvc.record import checksum
 from cachesvc.segments.format import shape_of
@@ -129,3 +130,30 @@ def _fill(path: Path) -> None:
                 file.write(bytes(4096))
         except OSError as error:
             assert error.errno == errno.ENOSPC
+
+
+def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path: Path) -> None:
+    clock = ManualClock()
+    store = make_store(tmp_path / "store", clock, segment_bytes=4096 + 4 * 12_288)
+    identities = [os.urandom(16) for _ in range(10)]
+    assert save(store, identities) == set()
+    index = store.disk._index
+
+    def fails(**_: object) -> None:
+        raise IndexDamaged("No space left on device")
+
+    index.write = fails  # type: ignore[method-assign]
+    clock.advance(2.5 * DAY)
+    store.touch([identities], AGENT, None)
+    store.maintain()
+    assert store.events["index_errors"] == 1
+    clock.advance(10)
+    store.maintain()
+    assert store.disk._index is not index
+    store.close()
+    clock.advance(0.7 * DAY)
+    again = make_store(tmp_path / "store", clock)
+    again.maintain()
+    found, _, _ = again.catalog.match([identities], [SHAPE], AGENT)
+    assert len(found[0]) == 10
+    again.close()

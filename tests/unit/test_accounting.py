@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.accounting import HIT, MISS, Accounting, Pass, Row, RowKey, by_prefix
+from cachesvc.accounting import HIT, MISS, UNCOUNTED, Accounting, Pass, Row, RowKey, by_prefix
+from cachesvc.clock import ManualClock
 from cachesvc.histograms import DEPTHS, bucket
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
 
@@ -86,6 +87,43 @@ def test_the_age_of_hits_counts_only_what_was_loaded_and_not_held_by_the_engine(
     one.ages = [(3, 2), (1, 3)]
     accounting.settle(one, bytes([Tier.TIER_DRAM] * 5), 4, MissReason.TIMED_OUT)
     assert by_prefix(only_row(accounting).items(), "age.") == {"1": 256, "3": 128}
+
+
+def test_closed_counts_never_fall_and_a_pass_that_asks_again_late_stays_as_it_was() -> None:
+    clock = ManualClock()
+    accounting = Accounting(clock)
+
+    def closed() -> Row:
+        accounting.close()
+        return dict(accounting.closed_rows()).get(KEY, Row())
+
+    first = opened(accounting, b"p" * 16, matched_blocks=0)
+    accounting.note_new(first, 896)
+    accounting.settle(first, b"", 0, MissReason.BYPASSED)
+    assert not closed()
+    second = opened(accounting, b"p" * 16)  # at once: it replaces the first
+    accounting.settle(second, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
+    clock.advance(60)
+    row = closed()
+    assert (row["passes"], row["input"], row["new"], hits(row)) == (1, 1000, 896, {"disk": 640})
+    late = opened(accounting, b"p" * 16, matched_blocks=0)
+    accounting.settle(late, b"", 0, MissReason.BYPASSED)
+    clock.advance(60)
+    assert late.number == UNCOUNTED and closed() == row == only_row(accounting)
+
+
+def test_a_pass_is_closed_whole() -> None:
+    """Its input and its hits are counted in the same minute, however long it took."""
+    clock = ManualClock()
+    accounting = Accounting(clock)
+    one = opened(accounting)
+    clock.advance(300)
+    accounting.close()
+    assert not +dict(accounting.closed_rows())[KEY]
+    accounting.settle(one, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
+    accounting.close(all_settled=True)
+    row = dict(accounting.closed_rows())[KEY]
+    assert (row["input"], row["pending"], hits(row)) == (1000, 0, {"disk": 640})
 
 
 def test_models_past_the_limit_are_counted_together() -> None:

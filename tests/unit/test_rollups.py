@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from cachesvc.accounting import RowKey
 from cachesvc.rollups import Counts, Rollups
@@ -83,7 +84,8 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_pat
     "line", ['{"minute": 1}', "[1,2", '{"minute": "x", "rows": [], "other": {}, "store": {}}', "\x00"]
 )
 def test_foreign_lines_are_left_out(tmp_path: Path, line: str) -> None:
-    (tmp_path / "2027-01-15.jsonl").write_text(line + "\n")
+    for text in (line, f"{xxhash.xxh3_64_hexdigest(line.encode())} {line}"):
+        (tmp_path / "2027-01-15.jsonl").write_text(text + "\n")
     assert Rollups(tmp_path).history(Counted(), START, 0, 1e18, 60) == {}
 
 
@@ -127,4 +129,42 @@ def test_what_the_disk_refuses_goes_into_the_next_minute(tmp_path: Path) -> None
     counted.add(input=4)
     rollups.keep(counted, START + 120)
     assert total(Rollups(tmp_path / "r"), Counted(), START + 130)["input"] == 7
-    assert len([json.loads(line) for line in name.read_text().splitlines() if line]) == 1
+    assert len([json.loads(line.partition(" ")[2]) for line in name.read_text().splitlines() if line]) == 1
+
+
+def test_a_flipped_bit_costs_its_line_and_changes_no_other_number(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path / "r"), Counted()
+    for minute in range(3):
+        rollups.keep(counted, START + 60 * minute)
+        counted.add(input=7)
+    rollups.keep(counted, START + 180)
+    (path,) = (tmp_path / "r").glob("*.jsonl")
+    whole = path.read_bytes()
+    for bit in range(3, 8 * len(whole), 131):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert total(Rollups(tmp_path / "r"), Counted(), START + 200)["input"] in (7, 14)
+
+
+def test_a_day_that_a_kill_left_both_plain_and_compressed_counts_once(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path), Counted()
+    rollups.keep(counted, START)
+    counted.add(input=7)
+    rollups.keep(counted, START + 60)
+    plain = (tmp_path / "2027-01-15.jsonl").read_bytes()
+    counted.add(input=1)
+    rollups.keep(counted, START + 86_400)
+    (tmp_path / "2027-01-15.jsonl").write_bytes(plain)
+    assert total(rollups, counted, START + 86_500)["input"] == 8
+    assert total(Rollups(tmp_path), Counted(), START + 86_500)["input"] == 8
+
+
+def test_what_is_in_the_way_of_old_files_does_not_stop_new_minutes(tmp_path: Path) -> None:
+    (tmp_path / "2027-01-14.jsonl").mkdir()
+    rollups, counted = Rollups(tmp_path), Counted()
+    for minute in range(3):
+        rollups.keep(counted, START + 60 * minute)
+        counted.add(input=1)
+    rollups.keep(counted, START + 180)
+    assert [c.rows[KEY]["input"] for c in rollups.history(counted, START + 190, 0, 1e18, 60).values()] == [1, 1, 1]
