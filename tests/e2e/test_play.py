@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Daemon, run_cli
+
+pytestmark = pytest.mark.long
 
 TRAFFIC = ("--agents", "3", "--chats", "30", "--session-gap", "20s", "--seed", "2", "--requests", "90")
 

@@ -150,6 +150,7 @@ def test_lies_end_the_connection(client: Client, channel: Channel) -> None:
         channel.frames.receive(soon())
 
 
+@pytest.mark.long
 def test_a_client_that_falls_silent_in_the_middle_is_cut_off(
     client: Client, channel: Channel, namespace: Namespace
 ) -> None:

@@ -515,6 +515,7 @@ def test_a_damaged_block_is_recomputed_and_stored_again(daemon: Daemon, make_cac
         assert client.report().lookups[0].miss_tokens["corrupt"] > 0
 
 
+@pytest.mark.long
 def test_many_engines_and_a_daemon_that_comes_and_goes(daemon: Daemon, make_cache: Make) -> None:
     """Whatever the moment, every loaded byte is right, nothing raises, and in the end everything is hit."""
     ways = ("wire", "shared memory", "bulk")

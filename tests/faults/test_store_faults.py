@@ -341,6 +341,7 @@ def test_a_full_disk_refuses_writes_keeps_what_is_there_and_recovers(
         assert client.fetch(keys) == payloads
 
 
+@pytest.mark.long
 def test_blocks_that_wait_for_a_full_disk_are_served_and_stored_when_it_has_room(
     make_daemon: Callable[..., Daemon], namespace: Namespace, keys: list[bytes], payloads: list[bytes], small_disk: Path
 ) -> None:
