@@ -46,6 +46,11 @@ class TTL:
             raise TraceError(f"unknown class {traffic_class!r}: --ttl {self.text} says nothing of it")
         return ttl
 
+    @property
+    def differs(self) -> bool:
+        """Whether classes have different ones."""
+        return len({*self.by_class.values(), *([] if self.plain is None else [self.plain])}) > 1
+
 
 @dataclass
 class Counts:
@@ -76,8 +81,9 @@ class Simulation:
         self._policy = None if capacity is None else POLICIES[policy]()
         self._expiry = None if ttl is None else _Expiry(ttl)
         self._ghosts = _Ghosts()
-        # A block that leaves for one of its own request is written again in turn: a fixed TTL begins anew then.
-        self._at_once = policy == "lru" and (ttl is None or ttl.sliding)
+        # A block that leaves for one of its own request is written again in turn: then a fixed TTL begins anew, and the
+        # longer TTL of another class that used it is forgotten.
+        self._at_once = policy == "lru" and (ttl is None or (ttl.sliding and not ttl.differs))
 
     @property
     def forgotten(self) -> int:

@@ -71,6 +71,15 @@ def test_a_simulation_does_what_a_plain_one_does(
     assert found[ALL].miss_tokens["never_seen"] == never_seen
 
 
+def test_a_block_that_leaves_for_one_of_its_own_request_forgets_the_longer_ttl_of_another_class() -> None:
+    requests = paths([(0, 1), (0, 0), *[(0, 0)] * 5, (0, 2), (0, 0), (0, 1)])
+    ttl = TTL("", {"agent": 9.0, "chat": 1.0})
+    (simulation,) = simulations(["lru"], [1], [ttl], BLOCK)
+    replay(requests, [simulation])
+    (found,) = (row for row in rows(simulation, sampled=False) if row.traffic_class == ALL)
+    assert found.hit_tokens == plainly(requests, LRU(), 1, ttl) * BLOCK
+
+
 @given(REQUESTS)
 def test_the_curve_is_lru_at_every_capacity(requests: list[Request]) -> None:
     curve = Curve()
