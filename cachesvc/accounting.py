@@ -13,15 +13,16 @@ stored_bytes, depth.N, age.N`` (tokens; passes and blocks are numbers, ``loaded`
 from __future__ import annotations
 
 import functools
+import heapq
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from cachesvc.clock import Clock, SystemClock
 from cachesvc.histograms import DEPTHS, bucket
-from cachesvc.limits import CLOSE_SECONDS, MAX_ACCOUNTING_ROWS, MAX_REMEMBERED_PASSES
+from cachesvc.limits import CLOSE_SECONDS, CLOSE_TIMED_OUT_SECONDS, MAX_ACCOUNTING_ROWS, MAX_REMEMBERED_PASSES
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
 
 OTHER = "other"
@@ -77,7 +78,8 @@ class Accounting:
     """Thread-safe.
 
     A pass is in `rows` from its beginning on. In `closed_rows`, whose counts never fall, it is once it was settled
-    `CLOSE_SECONDS` ago; if it asks again after that, it stays counted as it was.
+    `CLOSE_SECONDS` ago, or timed out `CLOSE_TIMED_OUT_SECONDS` ago; if it asks again after that, it stays counted as it
+    was.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -86,7 +88,7 @@ class Accounting:
         self._rows: dict[RowKey, Row] = {}
         self._closed: dict[RowKey, Row] = {}
         self._passes: OrderedDict[bytes, Pass] = OrderedDict()
-        self._to_close: deque[tuple[float, Pass]] = deque()
+        self._to_close: list[tuple[float, int, Pass]] = []
         self._opened = 0
 
     def open(
@@ -169,7 +171,8 @@ class Accounting:
                 if tokens > 0:
                     counts[f"age.{age}"] += tokens
             self._add(opened, counts)
-            self._to_close.append((self._clock.monotonic() + CLOSE_SECONDS, opened))
+            delay = CLOSE_TIMED_OUT_SECONDS if reason == MissReason.TIMED_OUT else CLOSE_SECONDS
+            heapq.heappush(self._to_close, (self._clock.monotonic() + delay, opened.number, opened))
 
     def unreachable(self, key: RowKey, tokens: int) -> None:
         """Counts input of passes that could not ask the daemon."""
@@ -187,7 +190,7 @@ class Accounting:
         with self._lock:
             now = self._clock.monotonic()
             while self._to_close and (all_settled or self._to_close[0][0] <= now):
-                _, settled = self._to_close.popleft()
+                *_, settled = heapq.heappop(self._to_close)
                 if not settled.closed:
                     settled.closed = True
                     self._closed[settled.key].update(settled.counts)

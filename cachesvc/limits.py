@@ -35,8 +35,10 @@ MAX_ATTACHMENTS: Final = 4_096
 # Passes remembered so that a repeated Match is accounted once; the oldest is forgotten first.
 MAX_REMEMBERED_PASSES: Final = 65_536
 
-# Seconds after which an ended pass counts for good: an engine that asks again does so sooner.
+# Seconds after which an ended pass counts for good: an engine that asks again does so sooner. One that timed out may
+# only have waited long in its engine's queue. Either is less than a minute together with `KEEP_SECONDS`.
 CLOSE_SECONDS: Final = 5.0
+CLOSE_TIMED_OUT_SECONDS: Final = 25.0
 
 # Rows of the accounting (class, model, tenant). Past it, further ones are counted under "other".
 MAX_ACCOUNTING_ROWS: Final = 1_024
@@ -81,7 +83,9 @@ WRITE_RETRY_SECONDS: Final = 5.0
 # Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
 SLICES_PER_TTL: Final = 24
 
-# Rollups: days kept, and bytes of their files; past either the oldest day is removed.
+# Rollups: seconds between lines, a part of a minute; days kept, and bytes of their files; past either the oldest day is
+# removed.
+KEEP_SECONDS: Final = 30
 ROLLUP_DAYS: Final = 30
 MAX_ROLLUP_BYTES: Final = 64 * MiB
 

@@ -1,8 +1,8 @@
 """What was counted, minute by minute, kept for 30 days within a byte budget.
 
-A line per minute in which something happened: a digest and JSON. One file per day (UTC), past days are compressed.
-A killed daemon loses the minute it was in. A line that cannot be read (cut off by a crash, damaged) is left out. When
-the disk refuses a minute, its counts go into the next one.
+A line per half minute in which something happened: a digest and JSON. One file per day (UTC), past days are compressed.
+A killed daemon loses the half minute it was in, and passes that were not closed yet: the last minute at most. A line
+that cannot be read (cut off by a crash, damaged) is left out. What the disk refuses goes into the next line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final
 import xxhash
 
 from cachesvc.accounting import Row, RowKey
-from cachesvc.limits import MAX_ROLLUP_BYTES, ROLLUP_DAYS
+from cachesvc.limits import KEEP_SECONDS, MAX_ROLLUP_BYTES, ROLLUP_DAYS
 from cachesvc.store_dir import write_atomically
 
 log = logging.getLogger("cachesvc.rollups")
@@ -70,22 +70,23 @@ class Rollups:
         self._budget = budget
         self._lock = threading.Lock()
         self._kept = Counts()
-        self._minute: int | None = None
+        self._period: int | None = None
         self._ragged: set[Path] = set()
         """Files whose last line may be cut off."""
 
     def keep(self, counted: Callable[[], Counts], now: float, *, closing: bool = False) -> bool:
-        """Writes what is new when a minute is over or the daemon stops.
+        """Writes what is new when `KEEP_SECONDS` are over or the daemon stops.
 
         `counted` gives all since the daemon started. Returns whether something was written. Raises `OSError`; nothing
         is lost by it.
         """
-        minute = int(now // MINUTE)
-        if minute == self._minute and not closing:
+        period = int(now // KEEP_SECONDS)
+        if period == self._period and not closing:
             return False
         with self._lock:
-            first = self._minute is None
-            over, self._minute = minute if self._minute is None else self._minute, minute
+            first = self._period is None
+            began, self._period = period if self._period is None else self._period, period
+            over, minute = began * KEEP_SECONDS // MINUTE, period * KEEP_SECONDS // MINUTE
             if first:
                 self._path.mkdir(exist_ok=True)
                 self._ragged = set(self._path.glob(f"*{_PLAIN}"))

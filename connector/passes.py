@@ -82,6 +82,7 @@ class Pass:
         self.answer: Answer | None = None
         self.lease: Lease | None = None
         self.given_up = False  # an answer that comes now is too late
+        self.asked_again = False
         self.finished = False
         self.reader: Reader | None = None  # of the load under way, to be cancelled
         self.next_save = 0  # blocks below it are loaded, stored or queued
@@ -141,6 +142,14 @@ class Pass:
             self.lease = answer.lease
         self.answered.set()
         return True
+
+    def ask_again(self, wait_s: float) -> None:
+        """Forgets an answer; its lease ends when the next one is taken."""
+        with self.lock:
+            self.answer = self.lease = None
+            self.pending = self.asked_again = True
+            self.deadline = time.monotonic() + wait_s
+        self.answered.clear()
 
     def take_answer(self) -> Answer | None:
         """For the engine's calls. None: still pending. At the deadline the pass is given up."""

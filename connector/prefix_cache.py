@@ -308,7 +308,7 @@ class PrefixCache(BasePrefixCache):
         p.hit_tokens = answer.hit_blocks * self.namespace.block_tokens
         if answer.lease is not None:
             p.tiers = answer.lease.match.tiers[: answer.hit_blocks]
-        if not self._usable:
+        if not self._usable or p.asked_again:
             return
         hit = answer.hit_blocks > 0
         self._counters.add(

@@ -30,6 +30,18 @@ class SplitPrefixCache(PrefixCache):
 
     # The side that has the tokens
 
+    def keep(self, p: Pass) -> None:
+        """Before a hit is taken that may have waited long: asks again if half of its lease is over.
+
+        The pass is then pending as after `begin`, and counts once.
+        """
+        lease = p.lease if self._usable and not p.pending else None
+        if lease is None or lease.match.ends - time.monotonic() > self.options.read_lease_s / 2:
+            return
+        p.ask_again(self.options.match_deadline_s)
+        if self._link.current() is None or not self._lookups.submit(partial(self._look_up, p)):
+            p.put_answer(self._not_asked(p))
+
     def decline(self, p: Pass) -> None:
         """The hit is not wanted: gives up its lease. The pass goes on, its blocks can be saved."""
         lease = p.take_lease() if self._usable else None

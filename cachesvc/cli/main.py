@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import typer
 
@@ -16,13 +16,15 @@ from cachesvc.errors import CacheError
 COMMANDS: Final = ("serve", "config", "report", "record", "replay", "plan", "workload", "status", "bench")
 """Each is a function of that name in a module of that name."""
 
+# typer comes with a click of its own, or uses the one that is installed: this names the class of either.
+_UsageError: Any = typer.BadParameter.__base__
+
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
     """With the command that `arguments` name, or all: each takes long to import, and only one is needed."""
     app = typer.Typer(
         name="cachesvc",
         help="A persistent KV/prefix-cache service for LLM inference.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
@@ -39,11 +41,20 @@ def version() -> None:
 
 
 def main() -> None:
+    arguments = sys.argv[1:] or ["--help"]
     try:
         try:
-            make_app(sys.argv[1:])()
+            code = make_app(arguments)(arguments, standalone_mode=False)
         finally:
             sys.stdout.flush()
+        sys.exit(code)
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "cachesvc"
+        message = error.format_message().rstrip(".")
+        print(f"{command}: {message}. See {command} --help", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
     except CacheError as error:
         print(f"cachesvc: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

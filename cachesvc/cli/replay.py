@@ -185,10 +185,12 @@ def _capacities(blocks: str | None, capacity: str | None, block_bytes: float | N
         raise ConfigError(f"--capacity {capacity} needs --bytes-per-token to become blocks")
     found = []
     for text in (blocks or capacity or "").split(",") if blocks or capacity else []:
+        if blocks and not text.strip().lstrip("-").isdecimal():
+            raise ConfigError(f"--blocks {text!r} is not a whole number such as 1000000")
         try:
             size = int(text) if blocks else int(parse_size(text) // (block_bytes or 1))
         except ValueError as error:
-            raise ConfigError(f"{'--blocks' if blocks else '--capacity'} {text!r}: {error}") from error
+            raise ConfigError(f"--capacity {text!r}: {error}") from error
         if size <= 0:
             raise ConfigError(f"a capacity of {text} holds no block; it must hold at least 1")
         found.append(size)

@@ -108,6 +108,7 @@ class SchedulerSide:
         p = state.p
         if p is None or state.offered:
             return 0
+        self.cache.keep(p)  # it may have been found long ago, and waited for pages since
         if p.pending and not self._poll(p):
             return None
         state.seen_blocks = max(state.seen_blocks, p.stored_blocks)

@@ -9,13 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Client, Daemon, cli_json, make_payloads, run_cli
+from conftest import Client, Daemon, cli_json, make_payloads, run_cli, wait_until
 
 from cachesvc.keys import Namespace, chain_keys, tenant_id
+from cachesvc.limits import CLOSE_TIMED_OUT_SECONDS, HOUSEKEEPING_SECONDS, KEEP_SECONDS
 from cachesvc.rpc import cache_pb2 as pb
 
 SIZE = 4_000
@@ -213,3 +215,32 @@ def test_a_recording_that_cannot_begin_is_one_line(make_daemon: Callable[..., Da
     daemon = make_daemon("--record").start(wait=False)
     assert daemon.process is not None and daemon.process.wait(20) == 5
     assert "cannot record into" in daemon.log.read_text() and "Traceback" not in daemon.log.read_text()
+
+
+@pytest.mark.long
+def test_what_was_counted_more_than_a_minute_ago_survives_a_kill(
+    make_daemon: Callable[..., Daemon], namespace: Namespace, tmp_path: Path
+) -> None:
+    """Real seconds for the passes to be closed, a set clock for the half minute."""
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+    daemon = make_daemon("--clock-offset-file", str(offset)).start()
+    with Client(daemon.address) as client:
+        some_traffic(client, namespace)
+        match = client.match(chain_keys(namespace, range(1024)), lease_ms=1_000)  # never given back: times out
+        assert match.lease_id
+    before = cli_json("report", "--address", daemon.address)["total"]
+    time.sleep(CLOSE_TIMED_OUT_SECONDS + HOUSEKEEPING_SECONDS + 2)
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in (daemon.store / "rollups").glob("*.jsonl"))
+
+    earlier = written()
+    offset.write_text(str(KEEP_SECONDS))
+    wait_until(lambda: written() > earlier)
+    daemon.kill()
+    after = cli_json("report", "--address", daemon.start().address)["total"]
+    assert isinstance(before, dict) and isinstance(after, dict)
+    assert after["input_tokens"] == before["input_tokens"] == 12 * 1034 + 1025
+    assert after["hit_tokens"] == before["hit_tokens"]
+    assert after["miss_tokens_by_reason"] == before["miss_tokens_by_reason"] | {"timed_out": 1024}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cachesvc.accounting import HIT, MISS, UNCOUNTED, Accounting, Pass, Row, RowKey, by_prefix
 from cachesvc.clock import ManualClock
 from cachesvc.histograms import DEPTHS, bucket
+from cachesvc.limits import CLOSE_SECONDS, CLOSE_TIMED_OUT_SECONDS, HOUSEKEEPING_SECONDS, KEEP_SECONDS
 from cachesvc.rpc.cache_pb2 import MissReason, Tier
 
 KEY = RowKey("agent", "m")
@@ -110,6 +111,29 @@ def test_closed_counts_never_fall_and_a_pass_that_asks_again_late_stays_as_it_wa
     accounting.settle(late, b"", 0, MissReason.BYPASSED)
     clock.advance(60)
     assert late.number == UNCOUNTED and closed() == row == only_row(accounting)
+
+
+def test_a_pass_that_timed_out_is_waited_for_longer() -> None:
+    """Its engine may have had no room for it, and may still ask."""
+    clock = ManualClock()
+    accounting = Accounting(clock)
+    waits = opened(accounting, b"p" * 16)
+    accounting.settle(waits, bytes([Tier.TIER_DISK] * 5), 0, MissReason.TIMED_OUT)
+    other = opened(accounting, b"q" * 16)
+    accounting.settle(other, bytes([Tier.TIER_DISK] * 5), 0, MissReason.BYPASSED)
+    clock.advance(CLOSE_SECONDS + 1)
+    accounting.close()
+    assert misses(dict(accounting.closed_rows())[KEY]) == misses(other.counts)
+    again = opened(accounting, b"p" * 16)
+    accounting.settle(again, bytes([Tier.TIER_DISK] * 5), 5, MissReason.BYPASSED)
+    clock.advance(CLOSE_TIMED_OUT_SECONDS + 1)
+    accounting.close()
+    row = dict(accounting.closed_rows())[KEY]
+    assert (row["passes"], row["input"], hits(row)) == (2, 2000, {"disk": 640})
+
+
+def test_both_waits_and_a_kill_lose_less_than_a_minute() -> None:
+    assert max(CLOSE_SECONDS, CLOSE_TIMED_OUT_SECONDS) + KEEP_SECONDS + HOUSEKEEPING_SECONDS < 60
 
 
 def test_a_pass_is_closed_whole() -> None:

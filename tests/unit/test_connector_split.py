@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,29 @@ def test_a_declined_hit_gives_its_lease_back_and_can_still_save(sides: Sides, da
     sides[0].extend(p, range(BLOCK_TOKENS))
     assert sides[0].save(p, len(PROMPT) + BLOCK_TOKENS, Engine([*PROMPT, *range(BLOCK_TOKENS)]).gather) == 1
     sides[0].finish(p)
+
+
+def test_a_hit_that_waits_keeps_its_lease_and_counts_once(sides: Sides, daemon: FakeDaemon) -> None:
+    store(*sides, daemon)
+    asks = sides[0]
+    p = asks.match(PROMPT)
+    matches = daemon.requests["Match"]
+    asked, counted = len(matches), asks.stats
+    asks.keep(p)
+    assert not p.pending and len(matches) == asked  # its lease is young
+    assert p.lease is not None
+    old = p.lease
+    p.lease = replace(old, match=replace(old.match, ends=time.monotonic() + QUICK.read_lease_s / 2 - 1))
+    asks.keep(p)
+    assert p.pending and asks.wait(p, 5.0)
+    assert p.hit_tokens == 4 * BLOCK_TOKENS and p.lease is not None and p.lease is not old
+    assert len(matches) == asked + 1 and matches[-1].pass_id == matches[-2].pass_id == p.id
+    assert (asks.stats.lookups, asks.stats.hits) == (counted.lookups, counted.hits)
+    daemon.stop()
+    p.lease = replace(p.lease, match=replace(old.match, ends=time.monotonic()))
+    asks.keep(p)
+    assert asks.wait(p, 5.0) and p.hit_tokens == 0
+    asks.finish(p)
 
 
 def test_a_keyed_pass_takes_no_tokens_and_without_a_daemon_it_is_a_miss(daemon: FakeDaemon) -> None:

@@ -102,6 +102,7 @@ def test_plots_say_what_to_install(typed: Typed, chat: Path, monkeypatch: pytest
         (["--blocks", "0"], 2, "holds no block"),
         (["--blocks", "-5"], 2, "holds no block"),
         (["--blocks", "many"], 2, "--blocks 'many'"),
+        (["--blocks", "1e9"], 2, "--blocks '1e9' is not a whole number"),
         (["--capacity", "0", "--bytes-per-token", "890"], 2, "holds no block"),
         (["--capacity", "1TB"], 2, "needs --bytes-per-token"),
         (["--capacity", "1TB", "--blocks", "5", "--bytes-per-token", "890"], 2, "say the same"),
@@ -129,3 +130,19 @@ def test_one_line_and_an_exit_code(typed: Typed, chat: Path, arguments: list[str
     found, out, err = typed("replay", chat, *arguments)
     assert (found, out, err.count("\n")) == (code, "", 1), err
     assert why in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["replay"], "Missing argument 'TRACE...'"),
+        (["replay", "t", "--foo"], "No such option"),
+        (["replay", "t", "--sample", "x"], "Invalid value for '--sample'"),
+        (["report", "--last"], "Option '--last' requires an argument"),
+    ],
+)
+def test_a_mistyped_command_is_one_line(typed: Typed, arguments: list[str], text: str) -> None:
+    code, out, err = typed(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert text in err and "--help" in err

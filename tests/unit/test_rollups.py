@@ -41,13 +41,13 @@ def test_each_minute_holds_what_was_counted_in_it_and_survives_a_restart(tmp_pat
         for second in (1, 30, 59):
             rollups.keep(counted, START + 60 * minute + second)
             counted.add(input=10 * (minute + 1), pending=5 if second == 1 else -2)
-    # Killed here: the fifth minute is not on disk.
+    # Killed here: the second half of the fifth minute is not on disk.
     found = Rollups(tmp_path / "r").history(Counted(), START + 400, 0, 1e18, 60)
-    assert [start - START for start in found] == [0, 60, 120, 180]
-    assert [c.rows[KEY]["input"] for c in found.values()] == [30, 60, 90, 120]
-    assert [c.rows[KEY]["pending"] for c in found.values()] == [1] * 4
-    assert [c.store["blocks"] for c in found.values()] == [3, 6, 9, 12]
-    assert [c.other["reuse.3"] for c in found.values()] == [192] * 4
+    assert [start - START for start in found] == [0, 60, 120, 180, 240]
+    assert [c.rows[KEY]["input"] for c in found.values()] == [30, 60, 90, 120, 50]
+    assert [c.rows[KEY]["pending"] for c in found.values()] == [1] * 4 + [5]
+    assert [c.store["blocks"] for c in found.values()] == [3, 6, 9, 12, 13]
+    assert [c.other["reuse.3"] for c in found.values()] == [192] * 4 + [64]
     # The living one counts the minute under way too, once.
     assert total(rollups, counted, START + 299)["input"] == 450
     rollups.keep(counted, START + 299, closing=True)
