@@ -17,7 +17,8 @@ from typing import Final
 
 from cachesvc.arena.arena import Arena, Slot, SlotState
 from cachesvc.catalog import Catalog
-from cachesvc.disk import DiskTier, NewBlock
+from cachesvc.disk.files import NewBlock
+from cachesvc.disk.tier import DiskTier
 from cachesvc.errors import WriteRefused
 from cachesvc.index.table import Entry, split_id
 from cachesvc.limits import MAX_READ_BYTES, WRITE_RETRY_SECONDS

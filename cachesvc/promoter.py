@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from cachesvc.arena.arena import Arena, Slot
 from cachesvc.catalog import Catalog
-from cachesvc.disk import DiskTier, Wanted
+from cachesvc.disk.reading import Wanted
+from cachesvc.disk.tier import DiskTier
 from cachesvc.errors import BlockUnreadable
 from cachesvc.index.table import split_id
 from cachesvc.limits import MAX_QUEUED_PROMOTIONS, MAX_READ_BYTES, PROMOTION_THREADS

@@ -15,7 +15,8 @@ from cachesvc.arena.memory import ArenaMemory
 from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
-from cachesvc.disk import DiskTier, Wanted
+from cachesvc.disk.reading import Wanted
+from cachesvc.disk.tier import DiskTier
 from cachesvc.errors import BlockUnreadable, WriteRefused
 from cachesvc.flusher import Flusher
 from cachesvc.index.table import Entry, split_id

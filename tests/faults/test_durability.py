@@ -137,7 +137,7 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     store = make_store(tmp_path / "store", clock, segment_bytes=4096 + 4 * 12_288)
     identities = [os.urandom(16) for _ in range(10)]
     assert save(store, identities) == set()
-    index = store.disk._index
+    index = store.disk._durable._index
 
     def fails(**_: object) -> None:
         raise IndexDamaged("No space left on device")
@@ -149,7 +149,7 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     assert store.events["index_errors"] == 1
     clock.advance(10)
     store.maintain()
-    assert store.disk._index is not index
+    assert store.disk._durable._index is not index
     store.close()
     clock.advance(0.7 * DAY)
     again = make_store(tmp_path / "store", clock)

@@ -1,0 +1,113 @@
+"""The durable index as the disk tier uses it: what fails is counted and mended, and nothing is lost by it.
+
+Every method expects the tier's write lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cachesvc.catalog import Catalog
+from cachesvc.clock import Clock
+from cachesvc.errors import StoreUnusable
+from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredEntry, StoredSegment
+from cachesvc.index.table import Entry
+from cachesvc.limits import WRITE_RETRY_SECONDS
+from cachesvc.segments.segment import Segment
+
+log = logging.getLogger("cachesvc.store")
+
+# Blocks in one write to the durable index, when it is written anew.
+_INDEX_BATCH = 4_096
+
+
+class DurableIndex:
+    def __init__(self, path: Path, clock: Clock, events: Counter[str]) -> None:
+        """Opens the index of the store at `path`; one that cannot be used is replaced. Raises `StoreUnusable`."""
+        self.fault = False
+        """It failed a write, and is to be mended."""
+        self._path = path
+        self._directory = path / "index"
+        self._clock = clock
+        self._events = events
+        self._mend_at = 0.0
+        self._index = self._open()
+
+    def load(self) -> tuple[dict[str, StoredSegment], list[tuple[bytes, StoredEntry]]]:
+        """All it knows: segments by path relative to the store, and blocks. Nothing when it is damaged."""
+        try:
+            return self._index.segments(), list(self._index.entries())
+        except IndexDamaged as error:
+            self._index.close()
+            self._index = self._renew(error)
+            return {}, []
+
+    def record(
+        self,
+        *,
+        put: Sequence[tuple[bytes, Entry]] = (),
+        delete: Iterable[bytes] = (),
+        segment: Segment | None = None,
+        drop_segment: int | None = None,
+    ) -> None:
+        """Writes to the durable index. A failure is counted, not raised: the files hold the same and more."""
+        if self.fault:
+            return  # it takes nothing any more, and will be written anew
+        state = None if segment is None else (segment, str(segment.path.relative_to(self._path)))
+        try:
+            self._index.write(put=put, delete=delete, segment=state, drop_segment=drop_segment)
+        except IndexDamaged as error:
+            self._events["index_errors"] += 1
+            self.fault = True
+            self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+            log.warning("the durable index did not take a write, and is written anew when it can be: %s", error)
+
+    def mend_is_due(self) -> bool:
+        return self.fault and self._clock.monotonic() >= self._mend_at
+
+    def mend(self, segments: Iterable[Segment], catalog: Catalog) -> None:
+        """Writes the index anew from what is in memory: after one failed write RocksDB takes no other."""
+        self._index.close()
+        RocksIndex.destroy(self._directory)
+        self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        try:
+            self._index = RocksIndex(self._directory)
+            for segment in segments:
+                with catalog.lock:
+                    live = list(catalog.live_locked(segment))
+                for start in range(0, len(live), _INDEX_BATCH):
+                    self._index.write(put=live[start : start + _INDEX_BATCH])
+                # After its blocks: a segment that is recorded as sealed has them all.
+                self._index.write(segment=(segment, str(segment.path.relative_to(self._path))))
+        except IndexDamaged as error:
+            log.warning("the durable index cannot be written anew yet: %s", error)
+            return
+        self.fault = False
+        self._events["index_rebuilds"] += 1
+
+    def measure(self) -> int:
+        """Bytes of its files. Raises `OSError`."""
+        return sum(file.stat().st_size for file in self._directory.glob("*") if file.is_file())
+
+    def close(self) -> None:
+        self._index.close()
+
+    def _open(self) -> RocksIndex:
+        try:
+            return RocksIndex(self._directory)
+        except IndexDamaged as error:
+            return self._renew(error)
+
+    def _renew(self, why: IndexDamaged) -> RocksIndex:
+        """An empty index in place of one that cannot be used; it is filled from the files."""
+        path = self._directory
+        log.warning("the index cannot be used and is rebuilt from the segments: %s", why)
+        RocksIndex.destroy(path)
+        self._events["index_rebuilds"] += 1
+        try:
+            return RocksIndex(path)
+        except IndexDamaged as again:
+            raise StoreUnusable(f"no index can be made in {path}: {again}") from again

@@ -1,0 +1,186 @@
+"""The segment files of a store as they are, and appending blocks to them. Methods expect the tier's write lock."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+from cachesvc.catalog import Catalog
+from cachesvc.classes import TrafficClass, TrafficClasses
+from cachesvc.clock import Clock
+from cachesvc.disk.durable import DurableIndex
+from cachesvc.disk.health import WriteHealth
+from cachesvc.errors import WriteRefused
+from cachesvc.index.table import Entry, block_id
+from cachesvc.limits import MAX_OPEN_WRITERS
+from cachesvc.record import Buffer, RecordHead
+from cachesvc.segments.format import SUFFIX, SegmentHead, Shape
+from cachesvc.segments.segment import Segment
+from cachesvc.segments.writer import SegmentWriter
+
+WriterKey = tuple[Shape, str, int]
+"""What the records of an open segment share: shape, name of the class, end of the slice."""
+
+
+@dataclass(frozen=True)
+class NewBlock:
+    key: bytes
+    shard: int
+    payload: Buffer
+    checksum: int
+    created: float
+    used: float
+
+
+class SegmentFiles:
+    """`segments` by number, and `used`, their bytes, change under the catalog's lock, too."""
+
+    def __init__(
+        self,
+        path: Path,
+        names: tuple[str, int],
+        segment_bytes: int,
+        *,
+        catalog: Catalog,
+        durable: DurableIndex,
+        health: WriteHealth,
+        classes: TrafficClasses,
+        clock: Clock,
+        events: Counter[str],
+    ) -> None:
+        """`names` are the daemon's id and epoch, which make names of files unique."""
+        self.segment_bytes = segment_bytes
+        self.segments: dict[int, Segment] = {}
+        self.writers: OrderedDict[WriterKey, tuple[SegmentWriter, Segment]] = OrderedDict()
+        self.used = 0
+        self.next_segment = 1
+        self._path = path
+        self._daemon, self._epoch = names
+        self._catalog = catalog
+        self._durable = durable
+        self._health = health
+        self._classes = classes
+        self._clock = clock
+        self._events = events
+        self._lock = catalog.lock
+
+    def append(
+        self,
+        shape: Shape,
+        traffic_class: TrafficClass,
+        blocks: Sequence[NewBlock],
+        *,
+        make_room: Callable[..., None] | None,
+    ) -> None:
+        """Writes records in order, in as many segments as they need."""
+        done = 0
+        while done < len(blocks):
+            key = (shape, traffic_class.name, traffic_class.slice_end(blocks[done].used))
+            if make_room is not None:
+                make_room(shape.payload_bytes, len(blocks) - done, opens=key not in self.writers)
+            writer, segment = self._writer(key, traffic_class)
+            room = max(1, (self.segment_bytes - writer.size) // writer.head.stride)
+            part = list(takewhile(partial(_in_slice, traffic_class, key[2]), blocks[done : done + room]))
+            heads = [
+                RecordHead(
+                    b.key,
+                    b.shard,
+                    shape.payload_bytes,
+                    len(writer.records) + i,
+                    b.created,
+                    b.used,
+                    writer.head.tag,
+                    b.checksum,
+                )
+                for i, b in enumerate(part)
+            ]
+            writer.append([(head, b.payload) for head, b in zip(heads, part, strict=True)])
+            entries = [
+                (
+                    block_id(h.key, h.shard),
+                    Entry(shape, segment, h.number, h.checksum, h.created, h.used, traffic_class, h.used),
+                )
+                for h in heads
+            ]
+            with self._lock:
+                self.used += writer.size - segment.size
+                segment.size = writer.size
+                segment.records = len(writer.records)
+                segment.identities += [identity for identity, _ in entries]
+                entries = [(i, e) for i, e in entries if self._catalog.move_locked(i, e)]
+                self._events["written_blocks"] += len(heads)
+            self._durable.record(put=entries)
+            if writer.size + writer.head.stride > self.segment_bytes:
+                self.seal(key)
+            done += len(part)
+
+    def seal(self, key: WriterKey) -> None:
+        writer, segment = self.writers.pop(key)
+        try:
+            size = writer.seal()
+        except WriteRefused as error:
+            # Its records are whole and stay readable; the next start scans it.
+            self._health.failed(error)
+            return
+        with self._lock:
+            self.used += size - segment.size
+            segment.size, segment.sealed = size, True
+        self._durable.record(segment=segment)
+
+    def sync_block(self, identity: bytes) -> None:
+        """Makes sure that the record of a block is on disk: a sealed segment is, an open one is synced."""
+        entry = self._catalog.where(identity)
+        if entry is None or entry.segment is None or entry.segment.sealed:
+            return
+        for writer, segment in self.writers.values():
+            if segment is entry.segment:
+                if segment.synced < segment.records:
+                    writer.sync()
+                    segment.synced = segment.records
+                return
+        raise WriteRefused(f"{entry.segment.path} could not be sealed: its records may not be on the device")
+
+    def register(self, number: int, path: Path, head: SegmentHead, records: int, size: int, *, sealed: bool) -> Segment:
+        traffic_class = self._classes.of_file(head.traffic_class, head.ttl)
+        segment = Segment(number, path, head, traffic_class, records=records, size=size, sealed=sealed)
+        self.segments[number] = segment
+        self.used += size
+        return segment
+
+    def _writer(self, key: WriterKey, traffic_class: TrafficClass) -> tuple[SegmentWriter, Segment]:
+        if key in self.writers:
+            self.writers.move_to_end(key)
+            return self.writers[key]
+        while len(self.writers) >= MAX_OPEN_WRITERS:
+            self.seal(next(iter(self.writers)))
+        shape, _, slice_end = key
+        number = self.next_segment
+        name = f"{self._daemon}-{self._epoch:06d}-{number:08d}{SUFFIX}"
+        path = self._path / shape.namespace / traffic_class.name / str(slice_end) / name
+        head = SegmentHead(
+            namespace=shape.namespace,
+            payload_bytes=shape.payload_bytes,
+            traffic_class=traffic_class.name,
+            ttl=traffic_class.ttl,
+            slice_end=slice_end,
+            created=self._clock.now(),
+            tag=secrets.randbits(64),
+        )
+        writer = SegmentWriter(path, head)
+        self.next_segment += 1
+        segment = Segment(number, path, head, traffic_class, records=0, size=writer.size, sealed=False)
+        with self._lock:
+            self.segments[number] = segment
+            self.used += segment.size
+        self._durable.record(segment=segment)
+        self.writers[key] = (writer, segment)
+        return writer, segment
+
+
+def _in_slice(traffic_class: TrafficClass, slice_end: int, block: NewBlock) -> bool:
+    return traffic_class.slice_end(block.used) == slice_end
