@@ -63,6 +63,8 @@ class Pass:
     key: RowKey
     block_tokens: int
     block_bytes: int
+    last_bytes: int
+    """Of checkpoints, which are loaded with the last matched block."""
     local: int
     number: int
     again: bool = False
@@ -98,6 +100,7 @@ class Accounting:
         *,
         block_tokens: int,
         block_bytes: int = 0,
+        last_bytes: int = 0,
         input_tokens: int,
         local_tokens: int,
         asked_blocks: int,
@@ -119,10 +122,11 @@ class Accounting:
             counts[_PARTIAL_TAIL] = input_tokens - asked
         with self._lock:
             earlier = self._passes.get(pass_id) if pass_id and counted else None
+            sizes = block_tokens, block_bytes, last_bytes, local_tokens
             if not counted or (earlier is not None and earlier.closed):
-                return Pass(key, block_tokens, block_bytes, local_tokens, UNCOUNTED, settled=True, closed=True)
+                return Pass(key, *sizes, UNCOUNTED, settled=True, closed=True)
             self._opened += 1
-            opened = Pass(self._known(key), block_tokens, block_bytes, local_tokens, self._opened, earlier is not None)
+            opened = Pass(self._known(key), *sizes, self._opened, earlier is not None)
             if earlier is not None:
                 counts["new"] += earlier.counts["new"]  # for it they were; this time they were not
                 self._rows[earlier.key].subtract(earlier.counts)
@@ -160,6 +164,8 @@ class Accounting:
                 counts[HIT + name] = blocks * opened.block_tokens - (part if tier == used[0] else 0)
                 counts[LOADED + name] = blocks * opened.block_bytes
                 left -= counts[HIT + name]
+            if used and loaded_blocks >= len(tiers):
+                counts[LOADED + _tier(tiers[-1])] += opened.last_bytes
             if left:
                 counts[_miss(reason)] = left
             hit = -counts["pending"] - left

@@ -27,6 +27,8 @@ class Attachment:
     block_tokens: int
     shapes: tuple[Shape, ...]
     """By shard."""
+    checkpoints: int = 0
+    """How many of them, the last, are stored at checkpoints only."""
 
     @property
     def namespace(self) -> str:
@@ -56,10 +58,11 @@ class Attachments:
         new = self._parse(request)
         with self._lock:
             for other in self._by_number.values():
-                if other.namespace == new.namespace and other.shapes != new.shapes:
+                if other.namespace == new.namespace and other != new:
                     raise InvalidCall(
-                        f"payload sizes {_sizes(new)} differ from {_sizes(other)}, with which another client attached "
-                        "the same namespace; put the layout into the namespace"
+                        f"payload sizes {_sizes(new)} ({new.checkpoints} for checkpoints) differ from {_sizes(other)} "
+                        f"({other.checkpoints}), with which another client attached the same namespace; put the layout "
+                        "into the namespace"
                     )
             number = next((i for i, known in self._by_number.items() if known == new), 0) or secrets.randbits(63) | 1
             self._by_number[number] = new
@@ -105,8 +108,11 @@ class Attachments:
                 f"payload_bytes is {list(sizes[:8])}; it must name a size from 1 to {self._max_payload_bytes} (the "
                 f"limit of this daemon's arena) for each of {shards} shards"
             )
+        if request.checkpoint_shards >= shards:
+            raise InvalidCall(f"checkpoint_shards is {request.checkpoint_shards}; it must be less than all {shards}")
         digest = namespace_digest(text).hex()
-        return Attachment(model, block_tokens, tuple(shape_of(digest, size) for size in sizes))
+        shapes = tuple(shape_of(digest, size) for size in sizes)
+        return Attachment(model, block_tokens, shapes, request.checkpoint_shards)
 
 
 def _sizes(attachment: Attachment) -> list[int]:

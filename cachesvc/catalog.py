@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
@@ -23,6 +23,19 @@ from cachesvc.trace.recorder import Event, Recorder
 
 # Look-ups whose blocks are noted as used before the notes are put together.
 _MAX_NOTES: Final = 16
+
+
+class Found(NamedTuple):
+    """What a look-up has found."""
+
+    entries: list[list[Entry]]
+    """By shard and block; of a checkpoint shard one, for the last block."""
+    stored: int
+    """Blocks that all shards have, checkpoint shards not looked at."""
+    reason: MissReason.ValueType
+    """Why the match ends where it does."""
+    place: Event | None
+    """Of this look-up in the recording, to be filled, if there is one."""
 
 
 class Catalog:
@@ -43,30 +56,44 @@ class Catalog:
     # ---- look-up -------------------------------------------------------------------------------------------------
 
     def match(
-        self, identities: Sequence[Sequence[bytes]], shapes: Sequence[Shape], traffic_class: TrafficClass
-    ) -> tuple[list[list[Entry]], MissReason.ValueType, Event | None]:
-        """The longest stored prefix: its entries by shard and block, and why the next block is missing.
-
-        Also the place of this look-up in the recording, to be filled, if there is one.
+        self,
+        identities: Sequence[Sequence[bytes]],
+        shapes: Sequence[Shape],
+        traffic_class: TrafficClass,
+        checkpoints: int = 0,
+    ) -> Found:
+        """The longest stored prefix, which with checkpoints ends where all of them have a block.
 
         `identities` are block ids by shard and block, `shapes` those expected by shard: a block of another size or
-        namespace is a miss, and so is one that lacks a shard. `touch` is to follow for what is used.
+        namespace is a miss, and so is one that lacks a shard; the last `checkpoints` shards are of the other kind.
+        `touch` is to follow for what is used.
         """
+        prefixes = len(shapes) - checkpoints
+        behind = list(zip(identities, shapes, strict=True))[prefixes:]
         found: list[list[Entry]] = []
         length = len(identities[0])
         reason = MissReason.MISS_REASON_UNSPECIFIED
         with self.lock:
             now = self._clock.now()
-            for ids, shape in zip(identities, shapes, strict=True):
+            for ids, shape in zip(identities[:prefixes], shapes, strict=False):
                 entries = self._prefix(ids[:length], shape, traffic_class, now)
                 if len(entries) < length:
                     length = len(entries)
                     reason = self._why_not_locked(ids[length], now)
                 found.append(entries)
+            stored = length
+            while prefixes < len(shapes) and length:
+                last = [self._prefix([ids[length - 1]], shape, traffic_class, now) for ids, shape in behind]
+                if all(last):
+                    found += last
+                    break
+                if length == stored:
+                    reason = self._why_not_locked(behind[last.index([])][0][length - 1], now)
+                length = next((n for n in range(length - 1, 0, -1) if behind[0][0][n - 1] in self._table), 0)
             place = self._recorder.place() if self._recorder is not None else None
-        for entries in found:
+        for entries in found[:prefixes]:
             del entries[length:]
-        return found, reason, place
+        return Found(found, stored, reason, place)
 
     def touch(self, identities: Sequence[Sequence[bytes]], traffic_class: TrafficClass) -> None:
         """Refreshes the use time of matched blocks, by shard, where they lie by now."""

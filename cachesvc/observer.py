@@ -92,7 +92,13 @@ class Observer:
         self.accounting.unreachable(row, tokens)
 
     def record_ask(
-        self, place: Event, opened: Pass, row: RowKey, request: MatchRequest, identities: Sequence[Sequence[bytes]]
+        self,
+        place: Event,
+        opened: Pass,
+        row: RowKey,
+        request: MatchRequest,
+        identities: Sequence[Sequence[bytes]],
+        checkpoints: int,
     ) -> None:
         """Puts a look-up into the recording, at its place."""
         if opened.number == UNCOUNTED:
@@ -108,6 +114,7 @@ class Observer:
             "input": request.input_tokens,
             "local": request.local_tokens,
             "shards": len(identities),
+            "checkpoints": checkpoints,
         }
         place.fill(event | _named(row), list(identities[0]))
 

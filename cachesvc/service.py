@@ -142,13 +142,18 @@ class Service:
         row = RowKey(traffic_class.name, attachment.model, request.tenant.hex())
         if request.unreachable_tokens:
             self.observer.unreachable(row, min(request.unreachable_tokens, 2**40))
-        entries, first_miss, place = self.store.catalog.match(identities, attachment.shapes, traffic_class)
+        entries, stored, first_miss, place = self.store.catalog.match(
+            identities, attachment.shapes, traffic_class, attachment.checkpoints
+        )
         matched = len(entries[0])
+        sizes = [shape.payload_bytes for shape in attachment.shapes]
+        prefixes = len(sizes) - attachment.checkpoints
         opened = self.accounting.open(
             request.pass_id,
             row,
             block_tokens=attachment.block_tokens,
-            block_bytes=sum(shape.payload_bytes for shape in attachment.shapes),
+            block_bytes=sum(sizes[:prefixes]),
+            last_bytes=sum(sizes[prefixes:]),
             input_tokens=request.input_tokens,
             local_tokens=request.local_tokens,
             asked_blocks=count,
@@ -159,10 +164,12 @@ class Service:
         if request.pass_id:  # after it was withdrawn: it counts only once, and as what it is now
             self._end_pass(request.pass_id)
         if place is not None:
-            self.observer.record_ask(place, opened, row, request, identities)
-        for ids in identities:
+            self.observer.record_ask(place, opened, row, request, identities, attachment.checkpoints)
+        for shard, ids in enumerate(identities):
             del ids[matched:]
-        reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss)
+            if shard >= prefixes:
+                del ids[:-1]
+        reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss, stored_blocks=stored)
         if not matched or matched < request.min_blocks:
             reply.tiers = self._tiers(identities[0])
             self._looked_up(opened, request.keys, identities, entries, traffic_class, None)
@@ -519,10 +526,10 @@ class Service:
         with self._lock:
             lease = self._reads.get(lease_id)
         last = first + count
-        if count == 0 or last > len(lease.entries[0]) or shard >= len(lease.entries):
+        held = [len(entries) for entries in lease.entries]
+        if count == 0 or shard >= len(held) or last > held[shard]:
             raise InvalidCall(
-                f"blocks {first} to {last} of shard {shard} are asked; the lease holds {len(lease.entries[0])} blocks "
-                f"of {len(lease.entries)} shards"
+                f"blocks {first} to {last} of shard {shard} are asked; the lease holds, by shard, {held[:8]} blocks"
             )
         return lease, last
 

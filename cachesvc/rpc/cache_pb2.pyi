@@ -224,6 +224,7 @@ class AttachRequest(google.protobuf.message.Message):
     KEY_SCHEME_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_SHARDS_FIELD_NUMBER: builtins.int
     namespace_json: builtins.str
     """canonical JSON (sorted keys, no spaces); its sha256 is the namespace digest"""
     self_test_vector: builtins.bytes
@@ -232,6 +233,8 @@ class AttachRequest(google.protobuf.message.Message):
     """version of the key rules; 1"""
     client: builtins.str
     """free text for operators, up to 256 bytes"""
+    checkpoint_shards: builtins.int
+    """the last so many shards are not stored for every block, see Match"""
     @property
     def payload_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """size of one payload for each shard of the namespace, by shard number"""
@@ -244,8 +247,9 @@ class AttachRequest(google.protobuf.message.Message):
         key_scheme: builtins.int = ...,
         payload_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         client: builtins.str = ...,
+        checkpoint_shards: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "key_scheme", b"key_scheme", "namespace_json", b"namespace_json", "payload_bytes", b"payload_bytes", "self_test_vector", b"self_test_vector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_shards", b"checkpoint_shards", "client", b"client", "key_scheme", b"key_scheme", "namespace_json", b"namespace_json", "payload_bytes", b"payload_bytes", "self_test_vector", b"self_test_vector"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -297,6 +301,11 @@ Global___AttachReply: typing_extensions.TypeAlias = AttachReply
 
 @typing.final
 class MatchRequest(google.protobuf.message.Message):
+    """What is matched is the longest prefix whose blocks are all there, in all shards. Of checkpoint shards (the state of
+    sliding windows and the like, large and needed at the end of a hit alone) the block before its end is enough: the
+    match ends at the last block that has one. In the lease that is block 0 of such a shard, its only one.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ATTACHMENT_FIELD_NUMBER: builtins.int
@@ -364,6 +373,7 @@ class MatchReply(google.protobuf.message.Message):
     FIRST_MISS_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     matched_blocks: builtins.int
     lease_id: builtins.bytes
@@ -378,6 +388,8 @@ class MatchReply(google.protobuf.message.Message):
     """on the arena's socket: slot position (fixed64) per matched block, or NO_SLOT: ask Load"""
     checksums: builtins.bytes
     """with `slots`: checksum (fixed64) that the reader must check, 0 where the daemon has"""
+    stored_blocks: builtins.int
+    """longest prefix without a look at checkpoints; behind the match one is wanted at its end"""
     def __init__(
         self,
         *,
@@ -389,8 +401,9 @@ class MatchReply(google.protobuf.message.Message):
         first_miss: Global___MissReason.ValueType = ...,
         slots: builtins.bytes = ...,
         checksums: builtins.bytes = ...,
+        stored_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "checksums", b"checksums", "first_miss", b"first_miss", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "matched_blocks", b"matched_blocks", "slots", b"slots", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "checksums", b"checksums", "first_miss", b"first_miss", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "matched_blocks", b"matched_blocks", "slots", b"slots", "stored_blocks", b"stored_blocks", "tiers", b"tiers"]) -> None: ...
 
 Global___MatchReply: typing_extensions.TypeAlias = MatchReply
 

@@ -61,10 +61,20 @@ class Recount:
     def _ask(self, event: Mapping[str, Any]) -> None:
         keys = _keys(event)
         matched, reason = len(keys), MissReason.MISS_REASON_UNSPECIFIED
-        for shard in range(event["shards"]):
+        prefixes = event["shards"] - event.get("checkpoints", 0)
+        for shard in range(prefixes):
             missing = next((i for i, key in enumerate(keys[:matched]) if (shard, key) not in self._stored), None)
             if missing is not None:
                 matched, reason = missing, self._ghosts.reason(_ghost(shard, keys[missing]))
+        stored = matched
+        while prefixes < event["shards"] and matched:
+            behind = range(prefixes, event["shards"])
+            absent = next((shard for shard in behind if (shard, keys[matched - 1]) not in self._stored), None)
+            if absent is None:
+                break
+            if matched == stored:
+                reason = self._ghosts.reason(_ghost(absent, keys[matched - 1]))
+            matched -= 1
         self._passes[event["pass"]] = self.accounting.open(
             bytes.fromhex(event["id"]),
             _row(event),
