@@ -16,6 +16,12 @@ Scatter = Callable[[int, Sequence[memoryview]], None]
 Gather = Callable[[int, Sequence[memoryview]], None]
 """Fills payload buffers, for the block of that index and those after it, from the engine's pages."""
 
+GatherCheckpoint = Callable[[int, memoryview], None]
+"""Fills a payload with the state behind that many blocks (windows and the like), from the engine's pages."""
+
+RestoreCheckpoint = Callable[[int, memoryview], None]
+"""Copies the state behind that many blocks into the engine's pages. The payload is read-only, valid meanwhile."""
+
 
 class BasePrefixCache(ABC):
     """One pass is `match` → `load` → compute → `save` (any number of times) → `finish`.
@@ -71,12 +77,13 @@ class BasePrefixCache(ABC):
         """`poll`, after waiting up to `timeout_s` for the answer."""
 
     @abstractmethod
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         """Brings the hit into the engine's pages; at most `load_deadline_s` and what `scatter` takes.
 
         `scatter` is called in prefix order, with verified payloads only. Returns the length in tokens of the prefix
         that is usable now, counted from the first token: `hit_tokens`, less when a block failed, 0 when nothing was
         loaded. The first block loaded is the one that holds token `local_tokens`. A second call loads nothing.
+        Where checkpoints are stored `restore` is called after that, once; then it is all or nothing.
         """
 
     @abstractmethod
@@ -90,6 +97,14 @@ class BasePrefixCache(ABC):
         `gather` is called within, so the pages may be reused afterwards. Never waits for the network. When the queue is
         full, the rest is taken by a later `save` of this pass, if one comes.
         """
+
+    def save_checkpoints(self, p: Pass, start: int, end: int, gather: GatherCheckpoint) -> int:
+        """Queues the checkpoints that are due among tokens (`start`, `end`], which were computed just now.
+
+        `gather` is called within, in order. The last one of the answer is copied now and queued when the pass ends.
+        Returns how many were copied; what does not fit into the queue is left out. See `checkpoints`.
+        """
+        return 0
 
     @abstractmethod
     def finish(self, p: Pass) -> None:
@@ -130,9 +145,9 @@ class BasePrefixCache(ABC):
             await asyncio.to_thread(self.wait, begun, 1.0)
         return begun
 
-    async def aload(self, p: Pass, scatter: Scatter) -> int:
-        """`load` in a thread, where `scatter` is called too."""
-        return await asyncio.to_thread(self.load, p, scatter)
+    async def aload(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
+        """`load` in a thread, where `scatter` and `restore` are called too."""
+        return await asyncio.to_thread(self.load, p, scatter, restore)
 
     async def aflush(self, timeout_s: float) -> bool:
         return await asyncio.to_thread(self.flush, timeout_s)

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -75,6 +75,7 @@ class Match:
     slots: Sequence[int] = ()  # positions in it by block, or NO_SLOT: not there yet
     checksums: Sequence[int] = ()  # of those bytes that the reader must check himself, else 0
     tiers: bytes = b""  # one `pb.Tier` per block
+    stored_blocks: int = 0  # all that is stored, with a checkpoint at its end or without
 
 
 class Replies(Protocol):
@@ -114,7 +115,7 @@ class Client:
         for channel in channels:
             channel.close()
 
-    def attach(self, namespace_json: str, payload_bytes: Sequence[int]) -> Attachment:
+    def attach(self, namespace_json: str, payload_bytes: Sequence[int], checkpoint_shards: int = 0) -> Attachment:
         """Waits for both connections, up to the deadline each. Raises `Rejected` when this client can never be served.
 
         Idempotent, so it is sent over either: afterwards none of the two is waiting for its time to reconnect.
@@ -124,6 +125,7 @@ class Client:
             self_test_vector=_self_test_vector(),
             key_scheme=KEY_SCHEME_VERSION,
             payload_bytes=payload_bytes,
+            checkpoint_shards=checkpoint_shards,
             client=f"pid {os.getpid()}, Python {sys.version_info.major}.{sys.version_info.minor}",
         )
         try:
@@ -187,20 +189,23 @@ class Client:
         )
         arena, asked = self._arena, time.monotonic()
         reply = self._call("Match", request, deadline_s, attachment, arena=arena)
-        if reply.matched_blocks > len(keys):
-            raise BadAnswer(f"Match: {reply.matched_blocks} blocks matched of {len(keys)} asked")
+        blocks, stored = reply.matched_blocks, max(reply.stored_blocks, reply.matched_blocks)
+        if stored > len(keys):
+            raise BadAnswer(f"Match: {stored} blocks matched of {len(keys)} asked")
         ends = asked + reply.lease_ms / 1000
         if arena is None or not reply.lease_id:
-            return Match(reply.matched_blocks, reply.lease_id, ends, tiers=reply.tiers)
-        slots = slot_positions(reply.slots, reply.matched_blocks, "Match")
-        checksums = slot_positions(reply.checksums, reply.matched_blocks, "Match")
-        return Match(reply.matched_blocks, reply.lease_id, ends, arena, arena.session, slots, checksums, reply.tiers)
+            return Match(blocks, reply.lease_id, ends, tiers=reply.tiers, stored_blocks=stored)
+        slots = slot_positions(reply.slots, blocks, "Match")
+        checksums = slot_positions(reply.checksums, blocks, "Match")
+        return Match(blocks, reply.lease_id, ends, arena, arena.session, slots, checksums, reply.tiers, stored)
 
-    def load(self, match: Match, *, first: int, count: int, wait_s: float) -> tuple[Sequence[int], Sequence[int], int]:
+    def load(
+        self, match: Match, shard: int, *, first: int, count: int, wait_s: float
+    ) -> tuple[Sequence[int], Sequence[int], int]:
         """Positions and checksums (see `Match`) of blocks that are ready by then; why the next one never will be."""
         assert match.arena is not None, "only blocks in the arena can be loaded"
         request = pb.LoadRequest(
-            lease_id=match.lease_id, first=first, count=count, shard=self._shard, wait_ms=int(wait_s * 1000)
+            lease_id=match.lease_id, first=first, count=count, shard=shard, wait_ms=int(wait_s * 1000)
         )
         # The daemon answers within `wait_s`; beyond that it gets what any other call has.
         reply = match.arena.call("Load", request, wait_s + self._options.load_stall_s)
@@ -210,9 +215,9 @@ class Client:
         positions = slot_positions(reply.slots, ready, "Load")
         return positions, slot_positions(reply.checksums, ready, "Load"), reply.miss
 
-    def get(self, lease_id: bytes, *, first: int, count: int, deadline_s: float) -> Replies:
+    def get(self, lease_id: bytes, shard: int, *, first: int, count: int, deadline_s: float) -> Replies:
         """The raw stream; whoever iterates it maps its errors with `from_rpc_error` and cancels it at the end."""
-        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
+        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=shard)
         replies: Replies = self._start("Get", request, deadline_s)
         return replies
 
@@ -221,9 +226,9 @@ class Client:
         """Whether payloads that do not go through shared memory go through the bulk channel."""
         return self._bulk is not None
 
-    def bulk_get(self, lease_id: bytes, *, first: int, count: int, deadline_s: float) -> BulkReplies:
+    def bulk_get(self, lease_id: bytes, shard: int, *, first: int, count: int, deadline_s: float) -> BulkReplies:
         """`get` over the bulk channel."""
-        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=self._shard)
+        request = pb.GetRequest(lease_id=lease_id, first=first, count=count, shard=shard)
         bulk = self._bulk
         if bulk is None:
             raise Unreachable("Get: this client is closed")
@@ -242,19 +247,23 @@ class Client:
         payloads: Sequence[memoryview],
         traffic_class: str,
         *,
+        shard: int | None = None,
         checksums: bool = True,
     ) -> Stored:
         """Reserves, copies or sends, and commits blocks of one prefix, in order. Payloads are of one size.
 
-        `checksums` False leaves them to the daemon, where the payloads go into the arena.
+        `shard` is this client's own unless it is given. `checksums` False leaves them to the daemon, where the payloads
+        go into the arena.
         """
         arena = self._arena
+        shard = self._shard if shard is None else shard
+        request = partial(self._reserve_request, attachment, traffic_class, shard)
         if arena is None:
-            return self._store_by_calls(attachment, keys, payloads, traffic_class)
+            return self._store_by_calls(attachment, request, keys, payloads)
         return store_in_arena(
             arena,
             self._copier,
-            partial(self._reserve_request, attachment, traffic_class),
+            request,
             keys,
             payloads,
             checksums=checksums,
@@ -263,10 +272,13 @@ class Client:
         )
 
     def _store_by_calls(
-        self, attachment: Attachment, keys: Sequence[bytes], payloads: Sequence[memoryview], traffic_class: str
+        self,
+        attachment: Attachment,
+        request: Callable[[Sequence[bytes]], pb.ReserveRequest],
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview],
     ) -> Stored:
-        request = self._reserve_request(attachment, traffic_class, keys)
-        reply = self._call("Reserve", request, self._options.save_deadline_s, attachment)
+        reply = self._call("Reserve", request(keys), self._options.save_deadline_s, attachment)
         states: bytes = reply.states
         if len(states) != len(keys) or (pb.GRANTED in states and len(reply.lease_id) != LEASE_BYTES):
             raise BadAnswer(f"Reserve: {len(states)} states for {len(keys)} keys, lease {reply.lease_id.hex()!r}")
@@ -283,11 +295,13 @@ class Client:
                 committed[index] = state
         return Stored(states, bytes(committed))
 
-    def _reserve_request(self, attachment: Attachment, traffic_class: str, keys: Sequence[bytes]) -> pb.ReserveRequest:
+    def _reserve_request(
+        self, attachment: Attachment, traffic_class: str, shard: int, keys: Sequence[bytes]
+    ) -> pb.ReserveRequest:
         return pb.ReserveRequest(
             attachment=attachment.id,
             keys=pack_keys(keys),
-            shard=self._shard,
+            shard=shard,
             traffic_class=traffic_class,
             lease_ms=attachment.lease_ms(self._options.write_lease_s),
         )

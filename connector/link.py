@@ -34,10 +34,11 @@ class Link:
         options: CacheOptions,
         counters: Counters,
         on_boot: Callable[[], None],
+        checkpoint_shards: int = 0,
     ) -> None:
         self._client = client
         self._namespace_json = namespace_json
-        self._payload_bytes = payload_bytes
+        self._sizes = payload_bytes, checkpoint_shards
         self._options = options
         self._counters = counters
         self._on_boot = on_boot
@@ -137,7 +138,7 @@ class Link:
 
     def _attach(self) -> None:
         try:
-            attachment = self._client.attach(self._namespace_json, self._payload_bytes)
+            attachment = self._client.attach(self._namespace_json, *self._sizes)
         except Exception as fault:  # noqa: BLE001  a daemon's nonsense must not end the only thread that connects
             error = fault if isinstance(fault, CacheError) else CacheError(f"Attach: {fault!r}")
             refused = isinstance(error, Rejected)

@@ -49,6 +49,7 @@ class CacheOptions:
         read_lease_s, write_lease_s: asked of the daemon, cut to its limit. An engine that loads later gets a miss.
         shared_memory: map the arena of a daemon on this host, so that payloads pass no socket.
         copy_threads: that copy payloads into the arena side by side, the saving thread included.
+        checkpoint_interval_tokens: distance of checkpoints of windows within a prompt, where windows are stored.
         durable: a save counts as stored only when it is on disk and synced.
         saves_refused_pause_s: how long nothing is gathered after the daemon had no room.
 
@@ -82,6 +83,7 @@ class CacheOptions:
     min_hit_blocks: int = 1
     read_lease_s: float = 60.0
     write_lease_s: float = 60.0
+    checkpoint_interval_tokens: int = 4096
     durable: bool = False
     saves_refused_pause_s: float = 1.0
     shared_memory: bool = True

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.connector.client import Attachment, Match
@@ -46,7 +46,8 @@ class Pass:
     `pending`: no answer yet. `hit_tokens`: length of the stored prefix, counted from the first token, a multiple of the
     block; always less than the prompt, so that one token is left to compute. `reason`: how the look-up ended.
     `loaded_tokens`: length of the prefix that `load` has made usable, 0 before. `stored_blocks`: how many blocks of the
-    prompt the daemon has. `tiers`: where each block of the hit lay, one `pb.Tier` per block.
+    prompt the daemon has; with checkpoints it may be more than the hit. `tiers`: where each block of the hit lay, one
+    `pb.Tier` per block.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Pass:
         self.finished = False
         self.reader: Reader | None = None  # of the load under way, to be cancelled
         self.next_save = 0  # blocks below it are loaded, stored or queued
+        self.kept_back: Callable[[bool], None] | None = None  # a checkpoint, stored (True) at the end or dropped
         self.save_goal = 0
         self.save_stopped_by = ""
         self._hasher = hasher

@@ -6,16 +6,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
-from cachesvc.connector.buffers import LoadBuffers
+from cachesvc.connector.base import BasePrefixCache, Gather, GatherCheckpoint, RestoreCheckpoint, Scatter
+from cachesvc.connector.checkpoints import Checkpoints
 from cachesvc.connector.client import Attachment, Client, Match
-from cachesvc.connector.errors import BadChecksum, BlockMissing, CacheError, LeaseLost, NotAttached, TimedOut
+from cachesvc.connector.errors import BadChecksum, CacheError, LeaseLost, NotAttached, TimedOut
 from cachesvc.connector.link import Link
-from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotReader, Stream
+from cachesvc.connector.loader import Loader, Loading
 from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
@@ -51,13 +51,23 @@ class PrefixCache(BasePrefixCache):
         traffic_class: str = "agent",
         options: CacheOptions = CacheOptions(),  # noqa: B008  # frozen
         shard: int = 0,
+        checkpoint_bytes: int = 0,
     ) -> None:
-        if payload_bytes <= 0 or not 0 <= shard < namespace.shards:
-            raise ValueError(f"payload_bytes {payload_bytes} or shard {shard} of {namespace.shards} makes no sense")
-        if 0 < options.save_queue_bytes < payload_bytes:
-            raise ValueError(f"save_queue_bytes {options.save_queue_bytes} holds no block of {payload_bytes} bytes")
+        """With `checkpoint_bytes` a hit ends at a checkpoint, which `load` gives to `restore`; of the namespace's
+        shards the second half are then those of checkpoints.
+        """
+        shards = namespace.shards // 2 if checkpoint_bytes else namespace.shards
+        if payload_bytes <= 0 or checkpoint_bytes < 0 or not 0 <= shard < shards:
+            raise ValueError(
+                f"payload_bytes {payload_bytes}, checkpoint_bytes {checkpoint_bytes} or shard {shard} of {shards} "
+                "makes no sense"
+            )
+        largest = max(payload_bytes, checkpoint_bytes)
+        if 0 < options.save_queue_bytes < largest:
+            raise ValueError(f"save_queue_bytes {options.save_queue_bytes} holds no block of {largest} bytes")
         self.namespace = namespace
         self.payload_bytes = payload_bytes
+        self.checkpoint_bytes = checkpoint_bytes
         self.options = options
         self.match_budget_s = options.match_budget_s
         self._traffic_class = traffic_class
@@ -67,7 +77,6 @@ class PrefixCache(BasePrefixCache):
         self._known = KnownKeys(options.known_keys)
         self._prompts = PromptMemory(options.known_prompts, options.known_prompt_bytes)
         self._failed = FailedKeys(options.failed_keys, options.failed_hit_s, time.monotonic)
-        self._buffers = LoadBuffers(payload_bytes, options.load_batch_bytes, options.load_buffers_kept)
         self._lock = threading.Lock()
         self._unreachable_tokens = 0  # of prompts for which no daemon could be asked, until one can be told
         self._unknown_classes: set[str] = set()
@@ -76,21 +85,25 @@ class PrefixCache(BasePrefixCache):
         self._link = Link(
             self._client,
             namespace.canonical_json(),
-            [payload_bytes] * namespace.shards,
+            [payload_bytes] * shards + [checkpoint_bytes] * (namespace.shards - shards),
             options,
             self._counters,
             on_boot=self._forget,
+            checkpoint_shards=namespace.shards - shards,
         )
+        ways = self._client, self._link
+        self._loader = Loader(*ways, options, shard, payload_bytes)
         self._saver = Saver(
-            self._client,
-            self._link,
+            *ways,
             self._known,
             self._failed,
             self._counters,
             options,
+            shard,
             payload_bytes,
             on_stored=self._note_stored,
         )
+        self._checkpoints = Checkpoints(*ways, options, self._counters, shards + shard, checkpoint_bytes)
 
     # The engine's side
 
@@ -135,21 +148,22 @@ class PrefixCache(BasePrefixCache):
             p.answered.wait(max(0.0, min(timeout_s, p.deadline - time.monotonic())))
         return self.poll(p)
 
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         lease = None if p.pending or not p.hit_tokens or not self._usable else p.take_lease()
         if lease is None:
             return 0
         block_tokens = self.namespace.block_tokens
         first, end = p.local_tokens // block_tokens, p.hit_tokens // block_tokens
-        loading = _Loading(p, lease, first, end)
+        loading = Loading(p, lease, first, end)
+        restored = not self.checkpoint_bytes
         try:
-            if lease.match.arena is not None:
-                self._load_from_arena(loading, scatter)
-            if lease.match.arena is None or loading.arena_is_full:
-                self._load_by_get(loading, scatter)
+            # Such a block goes over tokens that the engine holds itself: they must not be lost if the load fails.
+            self._loader.bring(loading, scatter, copy_first=p.local_tokens % block_tokens > 0)
+            if restore is not None and loading.loaded == end and not restored:
+                restored = self._checkpoints.load(loading, restore)
         finally:
-            self._end_load(loading)
-        p.loaded_tokens = loading.loaded * block_tokens if loading.loaded > first else 0
+            self._end_load(loading, usable=loading.loaded if restored else first)
+        p.loaded_tokens = loading.loaded * block_tokens if restored and loading.loaded > first else 0
         return p.loaded_tokens
 
     def extend(self, p: Pass, tokens: Tokens) -> None:
@@ -183,6 +197,12 @@ class PrefixCache(BasePrefixCache):
                 break
         return queued
 
+    def save_checkpoints(self, p: Pass, start: int, end: int, gather: GatherCheckpoint) -> int:
+        attachment = self._link.current() if self._usable and not p.finished else None
+        if attachment is None or not self.options.save_queue_bytes or not p.hash(wait=False):
+            return 0
+        return self._checkpoints.save(p, start, end, gather, self.namespace.block_tokens, self._class_of(p, attachment))
+
     def finish(self, p: Pass) -> None:
         if self._pid != os.getpid():
             return
@@ -193,6 +213,9 @@ class PrefixCache(BasePrefixCache):
             reader = p.reader
         if reader is not None:
             reader.cancel()
+        if p.kept_back is not None:
+            p.kept_back(self._usable)
+            p.kept_back = None
         if not self._usable:
             return
         lease = p.take_lease()
@@ -205,7 +228,9 @@ class PrefixCache(BasePrefixCache):
             self._counters.add(**{"unsaved_blocks" if p.save_stopped_by == "no daemon" else "dropped_blocks": left_out})
 
     def flush(self, timeout_s: float) -> bool:
-        return not self._usable or self._saver.flush(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        savers = (self._saver, self._checkpoints.saver) if self._usable else ()
+        return all(saver.flush(max(0.0, deadline - time.monotonic())) for saver in savers)
 
     def ready(self, timeout_s: float) -> bool:
         return self._usable and self._link.check(timeout_s)
@@ -216,11 +241,12 @@ class PrefixCache(BasePrefixCache):
         self._closed = True
         bound = self.options.close_deadline_s
         deadline = time.monotonic() + bound
-        self._saver.close(bound)
-        self._lookups.close(max(0.0, deadline - time.monotonic()))
+        workers = (self._saver, self._checkpoints.saver, self._lookups)
+        for worker in workers:
+            worker.close(max(0.0, deadline - time.monotonic()))
         self._link.close(bound)
-        self._saver.close(bound)  # whatever still waited for the daemon has been cut off now
-        self._lookups.close(bound)
+        for worker in workers:
+            worker.close(bound)  # whatever still waited for the daemon has been cut off now
 
     @property
     def stats(self) -> CacheStats:
@@ -228,7 +254,7 @@ class PrefixCache(BasePrefixCache):
         state, openings = self._link.breaker_state
         return CacheStats(
             **values,
-            queued_bytes=self._saver.queued_bytes if self._usable else 0,
+            queued_bytes=self._saver.queued_bytes + self._checkpoints.saver.queued_bytes if self._usable else 0,
             attached=self._usable and self._link.current() is not None,
             breaker=state,
             breaker_openings=openings,
@@ -284,16 +310,18 @@ class PrefixCache(BasePrefixCache):
         return self._found(p, attachment, keys, match)
 
     def _found(self, p: Pass, attachment: Attachment, keys: list[bytes], match: Match) -> Answer:
-        self._known.add(keys[: match.blocks])
-        self._known.discard(keys[match.blocks :])
+        self._known.add(keys[: match.stored_blocks])
+        self._known.discard(keys[match.stored_blocks :])
         if not match.lease_id:
-            return Answer(stored_blocks=match.blocks)
+            return Answer(stored_blocks=match.stored_blocks)
         lease = Lease(match, attachment)
         hit_blocks = self._failed.good_prefix(keys[: match.blocks])
+        if self.checkpoint_bytes and not (hit_blocks == match.blocks and self._checkpoints.good(keys[hit_blocks - 1])):
+            hit_blocks = 0  # without what lies at its end a shorter prefix is of no use
         if hit_blocks < self.options.min_hit_blocks or hit_blocks <= p.local_tokens // self.namespace.block_tokens:
             self._release(lease, 0, pb.BYPASSED if hit_blocks == match.blocks else pb.LOAD_ERROR)
-            return Answer(stored_blocks=match.blocks)
-        return Answer(hit_blocks, lease, "hit", match.blocks)
+            return Answer(stored_blocks=match.stored_blocks)
+        return Answer(hit_blocks, lease, "hit", match.stored_blocks)
 
     def _not_asked(self, p: Pass) -> Answer:
         if p.counted:
@@ -319,57 +347,13 @@ class PrefixCache(BasePrefixCache):
             unreachable=answer.reason == "unreachable",
         )
 
-    def _load_from_arena(self, loading: _Loading, scatter: Scatter) -> None:
-        batch_blocks = max(1, self.options.load_batch_bytes // self.payload_bytes)
-        load = partial(self._client.load, loading.lease.match)
-        loading.run(
-            SlotReader(
-                load,
-                loading.lease.match,
-                payload_bytes=self.payload_bytes,
-                first=loading.loaded,
-                end=loading.end,
-                batch_blocks=batch_blocks,
-                deadline_s=self.options.load_deadline_s,
-                # Such a block goes over tokens that the engine holds itself: they must not be lost if the load fails.
-                copy_first=loading.p.local_tokens % self.namespace.block_tokens > 0,
-            ),
-            scatter,
-        )
+    def _end_load(self, loading: Loading, *, usable: int) -> None:
+        """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back.
 
-    def _load_by_get(self, loading: _Loading, scatter: Scatter) -> None:
-        try:
-            slots = self._buffers.take()
-        except OSError as error:
-            loading.error = CacheError(f"no memory for loading: {error}")
-            logger.error("%s", loading.error)
-            return
-        first, end = loading.loaded, loading.end
-        begin = partial(self._begin_get, loading)
-        reader: Reader
-        if self._client.has_bulk:
-            reader = BulkReader(partial(begin, self._client.bulk_get), slots, first=first, end=end)
-        else:
-            boot_id = loading.lease.attachment.boot_id
-            reader = BlockReader(partial(begin, self._client.get), slots, first=first, end=end, boot_id=boot_id)
-        try:
-            loading.run(reader, scatter)
-        finally:
-            self._buffers.give(slots)
-
-    def _begin_get(self, loading: _Loading, get: Callable[..., Stream]) -> Any:
-        attachment, lease, first = self._link.current(), loading.lease, loading.loaded
-        if attachment is None or attachment.boot_id != lease.attachment.boot_id:
-            raise NotAttached("Get: the lease is of a daemon that is gone")
-        remaining = loading.started + self.options.load_deadline_s - time.monotonic()
-        if remaining <= 0:
-            raise TimedOut("Get: the load has taken too long before it")
-        return get(lease.match.lease_id, first=first, count=loading.end - first, deadline_s=remaining)
-
-    def _end_load(self, loading: _Loading) -> None:
-        """Accounts for a load, says what it tells about the daemon and the blocks, and gives the lease back."""
-        p, lease, loaded, end, error = loading.p, loading.lease, loading.loaded, loading.end, loading.error
-        blocks = loaded - loading.first
+        Blocks below `usable` can be used; fewer than were loaded where the checkpoint at the end is missing.
+        """
+        p, lease, end, error = loading.p, loading.lease, loading.end, loading.error
+        loaded, blocks = usable, usable - loading.first
         self._counters.add(
             loads=1,
             loaded_blocks=blocks,
@@ -390,9 +374,9 @@ class PrefixCache(BasePrefixCache):
         if isinstance(error, TimedOut) and blocks > 0 and loading.idle_s < self.options.load_stall_s:
             return  # slow but steady
         self._link.failure(lease.attachment, error, engine_waited=True)
-        if not isinstance(error, NotAttached | LeaseLost):
-            self._failed.add(p.keys[loaded])
-            self._known.discard(p.keys[loaded:end])
+        if not isinstance(error, NotAttached | LeaseLost) and loading.loaded < end:
+            self._failed.add(p.keys[loading.loaded])
+            self._known.discard(p.keys[loading.loaded : end])
 
     def _release(self, lease: Lease, loaded_blocks: int, not_loaded: pb.MissReason.ValueType) -> None:
         """In the background. A lease that cannot be released ends by itself."""
@@ -434,41 +418,7 @@ class PrefixCache(BasePrefixCache):
         """Another boot of the daemon: what was known of the last one need not hold."""
         self._known.clear()
         self._failed.clear()
-
-
-class _Loading:
-    """One load under way: what came so far, from whichever reader."""
-
-    def __init__(self, p: Pass, lease: Lease, first: int, end: int) -> None:
-        self.p = p
-        self.lease = lease
-        self.first = self.loaded = first
-        self.end = end
-        self.started = time.monotonic()
-        self.error: CacheError | None = None
-        self.idle_s = 0.0
-
-    @property
-    def arena_is_full(self) -> bool:
-        """The daemon has no room to bring the next block into its arena; it can still be fetched."""
-        return isinstance(self.error, BlockMissing) and self.error.miss == pb.LOAD_ERROR and not self.p.finished
-
-    def run(self, reader: Reader, scatter: Scatter) -> None:
-        """Hands what `reader` brings to the engine. What `scatter` raises goes to the caller."""
-        with self.p.lock:
-            self.p.reader = reader
-            if self.p.finished:
-                reader.cancel()
-        try:
-            for index, payloads in reader.batches():
-                scatter(index, payloads)
-                if not reader.still_good():
-                    break
-                self.loaded = index + len(payloads)
-        finally:
-            reader.cancel()
-            self.p.reader = None
-            self.error, self.idle_s = reader.error, reader.idle_s
+        self._checkpoints.forget()
 
 
 class NullPrefixCache(BasePrefixCache):
@@ -493,7 +443,7 @@ class NullPrefixCache(BasePrefixCache):
     def wait(self, p: Pass, timeout_s: float) -> bool:
         return self.poll(p)
 
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         return 0
 
     def extend(self, p: Pass, tokens: Tokens) -> None:

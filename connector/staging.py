@@ -49,11 +49,13 @@ class Saver:
         failed: FailedKeys,
         counters: Counters,
         options: CacheOptions,
+        shard: int,
         payload_bytes: int,
         on_stored: Callable[[Sequence[bytes]], None],
     ) -> None:
         """`on_stored` is told, on the worker thread, which keys are stored now."""
         self._on_stored = on_stored
+        self._shard = shard
         self._client = client
         self._link = link
         self._known = known
@@ -83,17 +85,7 @@ class Saver:
 
         One call of the daemon takes `max_keys`. What `fill` raises goes to the caller, and nothing is queued then.
         """
-        slots = self._buffers()
-        if slots is None or time.monotonic() < self._paused_until:
-            return 0
-        taken = slots.take(len(keys))
-        if not taken:
-            return 0
-        try:
-            fill(slots.views(taken))
-        except BaseException:
-            slots.give(taken)
-            raise
+        taken = self._fill(len(keys), fill)
         self._known.add(keys[: len(taken)])
         step = min(self._batch_blocks, max_keys)
         for start in range(0, len(taken), step):
@@ -102,12 +94,44 @@ class Saver:
         self._counters.add(queued_blocks=len(taken))
         return len(taken)
 
+    def take_back(
+        self, key: bytes, fill: Callable[[Sequence[memoryview]], None], *, traffic_class: str
+    ) -> Callable[[bool], None] | None:
+        """Copies one block, to be queued or dropped later: by what is returned, with True or False. None when full."""
+        taken = self._fill(1, fill)
+        if not taken:
+            return None
+
+        def settle(store: bool) -> None:
+            if store:
+                self._known.add([key])
+                self._queue(Batch([key], taken, traffic_class))
+                self._counters.add(queued_blocks=1)
+            elif self._slots is not None:
+                self._slots.give(taken)
+
+        return settle
+
     def flush(self, timeout_s: float) -> bool:
         """True once nothing is queued or under way."""
         return self._worker.wait_idle(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         self._worker.close(timeout_s)
+
+    def _fill(self, count: int, fill: Callable[[Sequence[memoryview]], None]) -> list[int]:
+        """Slots for a first part of so many blocks, none when full, which `fill` has filled."""
+        slots = self._buffers()
+        if slots is None or time.monotonic() < self._paused_until:
+            return []
+        taken = slots.take(count)
+        if taken:
+            try:
+                fill(slots.views(taken))
+            except BaseException:
+                slots.give(taken)
+                raise
+        return taken
 
     def _buffers(self) -> Slots | None:
         with self._making:
@@ -146,7 +170,10 @@ class Saver:
         counts.clear()
         slots = self._slots
         assert slots is not None, "a batch was made without buffers"
-        reserved, committed = self._client.store(attachment, batch.keys, slots.views(batch.slots), batch.traffic_class)
+        payloads = slots.views(batch.slots)
+        reserved, committed = self._client.store(
+            attachment, batch.keys, payloads, batch.traffic_class, shard=self._shard
+        )
         done = [key for key, state in zip(batch.keys, committed, strict=True) if state == pb.STORED]
         stored.extend(key for key, state in zip(batch.keys, reserved, strict=True) if state == pb.PRESENT)
         counts.update(present_blocks=len(stored), busy_blocks=reserved.count(pb.BUSY), stored_blocks=len(done))

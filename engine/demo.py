@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from rich.console import Console
 
-from cachesvc.connector.base import BasePrefixCache, Scatter
+from cachesvc.connector.base import BasePrefixCache, RestoreCheckpoint, Scatter
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.prefix_cache import NullPrefixCache, PrefixCache
@@ -208,13 +208,13 @@ class _KillsItsDaemon(PrefixCache):
     def arm(self, armed: bool) -> None:
         self._armed = armed
 
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         def scatter_then_kill(first_block: int, payloads: Sequence[memoryview]) -> None:
             scatter(first_block, payloads)
             if self._daemon.running:
                 self._daemon.kill()
 
-        return super().load(p, scatter_then_kill if self._armed else scatter)
+        return super().load(p, scatter_then_kill if self._armed else scatter, restore)
 
 
 def _check_store(store: Path | None) -> None:

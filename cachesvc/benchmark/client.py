@@ -95,7 +95,7 @@ class BenchClient:
         """Match, copy out of shared memory, release."""
         match = self.match(keys)
         reader = SlotReader(
-            partial(self._client.load, match),
+            partial(self._client.load, match, 0),
             match,
             payload_bytes=self.payload_bytes,
             first=0,
@@ -118,10 +118,12 @@ class BenchClient:
         match, count = self.match(keys), len(keys)
         reader: Reader
         if self._client.has_bulk:
-            begin = partial(self._client.bulk_get, match.lease_id, first=0, count=count, deadline_s=_DEADLINE_SECONDS)
+            begin = partial(
+                self._client.bulk_get, match.lease_id, 0, first=0, count=count, deadline_s=_DEADLINE_SECONDS
+            )
             reader = BulkReader(begin, slots, first=0, end=count)
         else:
-            start = partial(self._client.get, match.lease_id, first=0, count=count, deadline_s=_DEADLINE_SECONDS)
+            start = partial(self._client.get, match.lease_id, 0, first=0, count=count, deadline_s=_DEADLINE_SECONDS)
             reader = BlockReader(start, slots, first=0, end=count, boot_id=self._attachment.boot_id)
         self._read(reader, lambda first, payloads: None, count)
         return match

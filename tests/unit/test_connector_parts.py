@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.connector.buffers import LoadBuffers, Slots
+from cachesvc.connector.checkpoints import checkpoints_due
 from cachesvc.connector.client import Attachment, Match
 from cachesvc.connector.errors import CacheError, Unreachable
 from cachesvc.connector.memory import FailedKeys, KnownKeys
@@ -147,9 +148,15 @@ class ScriptedDaemon:
         self.failures += 1
 
     def store(
-        self, attachment: Attachment, keys: list[bytes], payloads: Sequence[memoryview], traffic_class: str
+        self,
+        attachment: Attachment,
+        keys: list[bytes],
+        payloads: Sequence[memoryview],
+        traffic_class: str,
+        *,
+        shard: int,
     ) -> Stored:
-        assert len(payloads) == len(keys)
+        assert len(payloads) == len(keys) and shard == 3
         self.longest = max(self.longest, len(keys))
         outcome = self.script.pop(0)
         if outcome == "fails":
@@ -181,7 +188,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     daemon: Any = ScriptedDaemon(script)
     counters, known = Counters(), KnownKeys(1000)
     failed = FailedKeys(10, 60.0, lambda: 0.0)
-    saver = Saver(daemon, daemon, known, failed, counters, options, size, lambda keys: None)
+    saver = Saver(daemon, daemon, known, failed, counters, options, 3, size, lambda keys: None)
     filled, queued = 0, 0
     for number, wish in enumerate(wishes):
         keys = [bytes([number, i]) * 8 for i in range(wish)]
@@ -276,3 +283,24 @@ def test_which_address_a_client_takes(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert str(default_address()) == f"unix:{tmp_path}/cachesvc/cachesvc.sock"
     monkeypatch.setenv(ADDRESS_ENV, "there:1")
     assert str(client_address()) == "there:1" and str(client_address("here:2")) == "here:2"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "start", "end", "due"),
+    [
+        (1000, 0, 0, 1000, {7: True}),
+        (1024, 0, 0, 1024, {7: True, 8: False}),  # the same prompt can hit 7; the turn after it 8
+        (1000, 5, 0, 1000, {5: True, 7: True}),
+        (1000, 5, 640, 1000, {7: True}),  # the hit ended there
+        (1000, 5, 639, 640, {5: True}),
+        (1000, 0, 1000, 1023, {}),
+        (1000, 0, 1023, 1024, {8: False}),
+        (3000, 0, 0, 2000, {10: True}),
+        (3000, 0, 2000, 3000, {20: True, 23: True}),
+        (1000, 0, 1279, 1280, {10: True}),  # at an interval it is stored at once, in the answer too
+        (100, 0, 0, 100, {}),
+        (100, 0, 100, 140, {1: False}),
+    ],
+)
+def test_checkpoints_that_are_due(prompt: int, wanted: int, start: int, end: int, due: dict[int, bool]) -> None:
+    assert checkpoints_due(prompt, wanted, start, end, block_tokens=128, interval_tokens=1280) == due
