@@ -91,8 +91,8 @@ class Attachments:
             fields = json.loads(text)
             canonical = canonical_json(fields)
             model, block_tokens, shards = fields["model"], fields["block_tokens"], fields["shards"]
-            if type(model) is not str or len(model.encode()) > MAX_MODEL_NAME_BYTES:
-                raise ValueError(f"model must be a text of at most {MAX_MODEL_NAME_BYTES} bytes")
+            if type(model) is not str or len(model.encode()) > MAX_MODEL_NAME_BYTES or not model.isprintable():
+                raise ValueError(f"model must be a printable text of at most {MAX_MODEL_NAME_BYTES} bytes")
             if type(block_tokens) is not int or type(shards) is not int:
                 raise ValueError(f"block_tokens ({block_tokens!r}) and shards ({shards!r}) must be integers")
         except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -41,6 +41,7 @@ _FLAGS: Final = {"classes": "class"}
 """Flags that are not called like their setting."""
 
 _TIME_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_MAX_QUANTITY: Final = 40
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -56,8 +57,8 @@ def parse_duration(value: object) -> float:
 
 def _quantity(value: object, units: Mapping[str, float], what: str) -> float:
     match = _QUANTITY.fullmatch(str(value))
-    if match is None or match[2].lower() not in units:
-        raise ValueError(f"{value!r} is not {what}")
+    if match is None or match[2].lower() not in units or len(match[0]) > _MAX_QUANTITY:
+        raise ValueError(f"{str(value)[:40]!r} is not {what}")
     return float(match[1]) * units[match[2].lower()]
 
 

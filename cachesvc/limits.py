@@ -83,8 +83,8 @@ WRITE_RETRY_SECONDS: Final = 5.0
 # Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
 SLICES_PER_TTL: Final = 24
 
-# Rollups: seconds between lines, a part of a minute; days kept, and bytes of their files; past either the oldest day is
-# removed.
+# Rollups: seconds between lines, a part of a minute; days kept, and bytes of their files; past either the oldest file
+# is removed, of which a busy day has several.
 KEEP_SECONDS: Final = 30
 ROLLUP_DAYS: Final = 30
 MAX_ROLLUP_BYTES: Final = 64 * MiB
@@ -100,6 +100,9 @@ MAX_QUEUED_EVENTS: Final = 100_000
 
 # Traces. A longer line is an error.
 MAX_TRACE_LINE_BYTES: Final = 256 * MiB
+
+# Blocks of one request in an agent file, whose few bytes can name any number of them. More are an error.
+MAX_TRACE_BLOCKS: Final = 1 << 22
 
 # Dropped blocks that one simulation remembers with the reason, at least; an older one counts as never seen.
 MAX_REPLAY_GHOSTS: Final = 1_000_000

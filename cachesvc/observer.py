@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -59,6 +60,7 @@ class Observer:
         self._rollups = Rollups(path / "rollups")
         self.recorder = Recorder(path / "trace", record_bytes, clock)
         self.recording = False
+        self._switching = threading.Lock()
 
     def asked(self, opened: Pass, keys: bytes, entries: Sequence[Entry]) -> None:
         """A prompt was looked up, `entries` were found; call it before they are touched."""
@@ -120,11 +122,12 @@ class Observer:
 
     def record(self, *, on: bool) -> None:
         """Switches the recording. Raises `OSError`."""
-        if on != self.recording:
-            self._catalog.record(self.recorder if on else None)
-            self.recording = on
-            if not on:
-                self.recorder.stop()
+        with self._switching:
+            if on != self.recording:
+                self._catalog.record(self.recorder if on else None)
+                self.recording = on
+                if not on:
+                    self.recorder.stop()
 
     def close(self) -> None:
         self.maintain(closing=True)

@@ -19,6 +19,8 @@ _DTYPE_BYTES: Final = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8": 1, "int8": 1,
 }  # fmt: skip
 _FULL_ATTENTION: Final = "full_attention"
+_MOST_WRITTEN: Final = 2
+"""Share of the input: all of it, and answers as long again."""
 
 
 class TokenBytes(NamedTuple):
@@ -41,6 +43,13 @@ def token_bytes(config: Mapping[str, Any], dtype: str | None = None) -> TokenByt
     attention, an 8-bit index key with a 4-byte scale). Layers with a sliding window or a recurrent state are not
     stored: what they need is recomputed after a hit. Raises `ConfigError` for a field that is missing.
     """
+    try:
+        return _token_bytes(config, dtype)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
+        raise ConfigError(f"the model's configuration lacks a field, or it is no number: {error}") from error
+
+
+def _token_bytes(config: Mapping[str, Any], dtype: str | None) -> TokenBytes:
     config = config.get("text_config") or config
     if "kv_bytes_per_token" in config:
         value = float(config["kv_bytes_per_token"])
@@ -49,23 +58,20 @@ def token_bytes(config: Mapping[str, Any], dtype: str | None = None) -> TokenByt
     if name not in _DTYPE_BYTES:
         raise ConfigError(f"KV of type {name!r} is unknown; use one of {', '.join(_DTYPE_BYTES)}")
     width = _DTYPE_BYTES[name]
-    try:
-        layers = int(config["num_hidden_layers"])
-        if config.get("kv_lora_rank"):
-            rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
-            index = int(config.get("index_head_dim") or 0)
-            extra = f" + {index} + 4" if index else ""
-            size = (rank + rope) * width + (index + 4 if index else 0)
-            return TokenBytes(layers * size, f"{layers} layers × (({rank} + {rope}) × {width} B{extra})")
-        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        head = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        full = _full_layers(config, layers)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"the model's configuration lacks a field, or it is no number: {error}") from error
+    layers = int(config["num_hidden_layers"])
+    if config.get("kv_lora_rank"):
+        rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+        index = int(config.get("index_head_dim") or 0)
+        extra = f" + {index} + 4" if index else ""
+        size = (rank + rope) * width + (index + 4 if index else 0)
+        return TokenBytes(float(layers * size), f"{layers} layers × (({rank} + {rope}) × {width} B{extra})")
+    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    head = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    full = _full_layers(config, layers)
     if not full:
         raise ConfigError("all layers of this model keep a window or a state only: there is nothing to store")
     which = f"{full} layers" if full == layers else f"{full} of {layers} layers (the others keep a window or a state)"
-    return TokenBytes(2 * full * heads * head * width, f"K and V × {which} × {heads} heads × {head} × {width} B")
+    return TokenBytes(float(2 * full * heads * head * width), f"K and V × {which} × {heads} heads × {head} × {width} B")
 
 
 def _full_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -110,8 +116,12 @@ class Assumptions:
                 raise ConfigError(f"{name.replace('_', ' ')} is {getattr(self, name):g}; it must be more than 0")
         if not 0 <= self.hit_rate < 1:
             raise ConfigError(f"the hit rate is {self.hit_rate:g}; it must be at least 0 and less than 1")
-        if not self.write_share >= 0 or not self.use_span >= 0 or (self.card_hour or 0) < 0:
-            raise ConfigError("write rate, use span and card hour must not be negative")
+        for name in ("write_share", "use_span", "card_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name.replace('_', ' ')} is {value:g}; it must be a number, and not negative")
+        if self.write_share > _MOST_WRITTEN:
+            raise ConfigError(f"{self.write_share:g} of the input is written; over {_MOST_WRITTEN} cannot be meant")
 
 
 class Quantity(NamedTuple):

@@ -1,6 +1,7 @@
 """What was counted, minute by minute, kept for 30 days within a byte budget.
 
-A line per half minute in which something happened: a digest and JSON. One file per day (UTC), past days are compressed.
+A line per half minute in which something happened: a digest and JSON. One file per day (UTC); past days, and parts of a
+busy one, are packed into compressed files with a line per minute.
 A killed daemon loses the half minute it was in, and passes that were not closed yet: the last minute at most. A line
 that cannot be read (cut off by a crash, damaged) is left out. What the disk refuses goes into the next line.
 """
@@ -12,6 +13,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import zlib
@@ -33,6 +35,9 @@ MINUTE: Final = 60
 _DAY_MINUTES: Final = 1_440
 _PLAIN: Final = ".jsonl"
 _PACKED: Final = ".jsonl.gz"
+_FILE_NAME: Final = re.compile(r"\d{4}-\d\d-\d\d(\.\d{4}\.jsonl\.gz|\.jsonl)")
+_PARTS: Final = 32
+"""Of the budget: as much is packed at once."""
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Rollups:
         self._period: int | None = None
         self._ragged: set[Path] = set()
         """Files whose last line may be cut off."""
+        self._unpacked = 0
+        """Bytes written since a file was packed."""
 
     def keep(self, counted: Callable[[], Counts], now: float, *, closing: bool = False) -> bool:
         """Writes what is new when `KEEP_SECONDS` are over or the daemon stops.
@@ -80,7 +87,7 @@ class Rollups:
         `counted` gives all since the daemon started. Returns whether something was written. Raises `OSError`; nothing
         is lost by it.
         """
-        period = int(now // KEEP_SECONDS)
+        period = max(0, int(now // KEEP_SECONDS))  # before 1970 nothing is, whatever a clock says
         if period == self._period and not closing:
             return False
         with self._lock:
@@ -94,7 +101,7 @@ class Rollups:
             if new:
                 self._append(over, new)
                 self._kept.add(new)
-            if first or minute // _DAY_MINUTES != over // _DAY_MINUTES:
+            if first or minute // _DAY_MINUTES != over // _DAY_MINUTES or self._unpacked > self._budget // _PARTS:
                 self._tidy(minute)
         return bool(new)
 
@@ -110,12 +117,12 @@ class Rollups:
                 buckets.setdefault(start, Counts()).add(counts)
 
         with self._lock:
-            read: dict[int, set[bytes]] = {}
+            read: dict[int, set[str]] = {}
             for path in self._files():
                 day = _day_of(path)
                 begin = day * _DAY_MINUTES * MINUTE
                 if since < begin + _DAY_MINUTES * MINUTE and begin < until:
-                    for minute, counts in _read(path, read.setdefault(day, set())):
+                    for minute, _, counts in _read(path, read.setdefault(day, set())):
                         add(minute, counts)
             unwritten = counted().since(self._kept)
         if unwritten:
@@ -124,57 +131,73 @@ class Rollups:
 
     def _append(self, minute: int, counts: Counts) -> None:
         path = self._path / (_name_of(minute // _DAY_MINUTES) + _PLAIN)
-        rows = [[*key, row] for key, row in counts.rows.items()]
-        # `id` sets apart two lines that are otherwise alike.
-        fields = {"minute": minute, "id": secrets.token_hex(4), "rows": rows, "other": counts.other}
-        body = json.dumps(fields | {"store": counts.store})
-        text = ("\n" if path in self._ragged else "") + f"{_digest(body.encode())} {body}\n"
+        text = ("\n" if path in self._ragged else "") + _line(minute, [secrets.token_hex(4)], counts)
         self._ragged.add(path)
         with path.open("a") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         self._ragged.discard(path)
+        self._unpacked += len(text)
 
     def _tidy(self, minute: int) -> None:
-        """Compresses past days; removes the oldest over the number of days and over the budget."""
+        """Packs past days, and today so far if that is much; removes the oldest over the days and over the budget."""
         try:
-            self._compress(minute // _DAY_MINUTES)
+            today = _name_of(minute // _DAY_MINUTES)
+            for path in self._files():
+                past = path.name[:10] < today or path.stat().st_size > self._budget // _PARTS
+                if path.name.endswith(_PLAIN) and past:
+                    self._pack(path)
             files = self._files()
             sizes = [path.stat().st_size for path in files]
             # By number, not by date: a clock that jumps ahead once must not clear everything.
+            days = sorted({path.name[:10] for path in files})[-ROLLUP_DAYS - 1 :]
             for number, path in enumerate(files[:-1]):
-                if number < len(files) - ROLLUP_DAYS - 1 or sum(sizes[number:]) > self._budget:
+                if path.name[:10] not in days or sum(sizes[number:]) > self._budget:
                     path.unlink()
         except OSError as error:
-            log.warning("files of past days are left as they are until tomorrow: %s", error)
+            log.warning("older counts are left as they are for now: %s", error)
 
-    def _compress(self, today: int) -> None:
-        for path in self._files():
-            if path.name.endswith(_PLAIN) and _day_of(path) < today:
-                # A day may have been compressed before: by a clock that went back (members of a gzip file add up), or
-                # just now, before a kill (a line that is read twice counts once).
-                packed = path.with_suffix(_PACKED)
-                earlier = packed.read_bytes() if packed.exists() else b""
-                write_atomically(packed, earlier + gzip.compress(path.read_bytes() + b"\n"))
-                path.unlink()
+    def _pack(self, path: Path) -> None:
+        """Compresses a file into a new one, a line for each minute.
+
+        A kill may leave both: lines say of which they consist, and are read once.
+        """
+        minutes: dict[int, tuple[list[str], Counts]] = {}
+        for minute, ids, counts in _read(path, set()):
+            known = minutes.setdefault(minute, ([], Counts()))
+            known[0].extend(ids)
+            known[1].add(counts)
+        text = "".join(_line(minute, ids, counts) for minute, (ids, counts) in minutes.items())
+        parts = [int(known.name[11:15]) for known in self._files() if known.name[:10] == path.name[:10] != known.stem]
+        target = self._path / f"{path.name[:10]}.{1 + max(parts, default=0):04d}{_PACKED}"
+        write_atomically(target, gzip.compress(text.encode()))
+        path.unlink()
+        self._unpacked = 0
 
     def _files(self) -> list[Path]:
-        found = self._path.glob("????-??-??.jsonl*")
-        return sorted(path for path in found if path.suffix in (_PLAIN, ".gz") and _day_of(path) >= 0)
+        """In order of time: those of one day by number, the one that is not packed last."""
+        found = self._path.glob("????-??-??.*")
+        return sorted(path for path in found if _FILE_NAME.fullmatch(path.name) and _day_of(path) >= 0)
 
 
-def _read(path: Path, seen: set[bytes]) -> Iterator[tuple[int, Counts]]:
-    """The lines of a file but for those `seen` before, by their digests, which are added."""
+def _line(minute: int, ids: list[str], counts: Counts) -> str:
+    rows = [[*key, row] for key, row in counts.rows.items()]
+    body = json.dumps({"minute": minute, "ids": ids, "rows": rows, "other": counts.other, "store": counts.store})
+    return f"{_digest(body.encode())} {body}\n"
+
+
+def _read(path: Path, seen: set[str]) -> Iterator[tuple[int, list[str], Counts]]:
+    """The lines of a file, as minute, ids and counts, but for those of which some were `seen` before."""
+    day = _day_of(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
                 digest, _, body = line.rstrip(b"\n").partition(b" ")
-                if digest not in seen and digest == _digest(body).encode():
-                    seen.add(digest)
-                    found = _parse(body)
-                    if found is not None:
-                        yield found
+                found = _parse(body) if digest == _digest(body).encode() else None
+                if found is not None and found[0] // _DAY_MINUTES == day and seen.isdisjoint(found[1]):
+                    seen.update(found[1])
+                    yield found
     except FileNotFoundError:
         return  # compressed or removed meanwhile
     except (OSError, EOFError, zlib.error) as error:
@@ -185,20 +208,30 @@ def _digest(body: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(body)
 
 
-def _parse(body: bytes) -> tuple[int, Counts] | None:
+def _parse(body: bytes) -> tuple[int, list[str], Counts] | None:
     try:
         found = json.loads(body)
         rows = {
-            RowKey(str(traffic_class), str(model), str(tenant)): _counter(row)
+            RowKey(_name(traffic_class), _name(model), _name(tenant)): _counter(row)
             for traffic_class, model, tenant, row in found["rows"]
         }
-        return int(found["minute"]), Counts(rows, _counter(found["other"]), dict(_counter(found["store"])))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        store = {name: max(0, count) for name, count in _counter(found["store"]).items()}
+        return int(found["minute"]), list(map(str, found["ids"])), Counts(rows, _counter(found["other"]), store)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 
+def _name(found: Any) -> str:
+    text = str(found)
+    text.encode()  # a half of a surrogate pair could not be sent
+    return text
+
+
 def _counter(found: Any) -> Counter[str]:
-    return Counter({str(name): int(count) for name, count in found.items()})
+    counts = Counter({_name(name): int(count) for name, count in found.items()})
+    if any(abs(count) >= 1 << 62 for count in counts.values()):
+        raise ValueError("a count that no daemon counts to")
+    return counts
 
 
 def _difference(later: Mapping[str, int], earlier: Mapping[str, int]) -> Counter[str]:

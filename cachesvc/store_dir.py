@@ -68,9 +68,10 @@ def next_epoch(path: Path) -> tuple[str, int]:
     return state["daemon"], state["epoch"]
 
 
-def write_atomically(target: Path, content: bytes) -> None:
+def write_atomically(target: Path, content: bytes, *, mode: int = 0o666) -> None:
     scratch = target.with_suffix(".tmp")
-    with scratch.open("wb") as file:
+    scratch.unlink(missing_ok=True)
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

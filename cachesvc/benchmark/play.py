@@ -66,14 +66,20 @@ class Pace:
 
 
 def play(
-    requests: Iterable[Request], address: str, pace: Pace, payload_bytes: int, seed: int, tell: Callable[[Played], None]
+    requests: Iterable[Request],
+    address: str,
+    pace: Pace,
+    seed: int,
+    block_tokens: int,
+    payload_bytes: int,
+    tell: Callable[[Played], None],
 ) -> Played:
-    """Raises `BenchError` when the daemon does not do its part."""
+    """The first numbers make the namespace. Raises `BenchError` when the daemon does not do its part."""
     played, began = Played(), time.monotonic()
     client = Client(parse_address(address), _OPTIONS)
     payload = memoryview(bytearray(payload_bytes))
     try:
-        namespace = Namespace(model="workload", revision=str(seed), dtype="uint8")
+        namespace = Namespace(model="workload", revision=str(seed), dtype="uint8", block_tokens=block_tokens)
         attachment = client.attach(namespace.canonical_json(), [payload_bytes])
         for number, request in enumerate(requests):
             pace.wait(number, request.at)

@@ -1,4 +1,4 @@
-"""Where tables go: folded on a terminal, never cut off when they are piped."""
+"""Where tables go: folded on a terminal, never cut off when they are piped. What they show is text, never markup."""
 
 from __future__ import annotations
 
@@ -10,4 +10,9 @@ _PIPED_WIDTH = 200
 
 
 def wide_console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+    return Console(markup=False) if sys.stdout.isatty() else Console(width=_PIPED_WIDTH, markup=False)
+
+
+def printable(text: str) -> str:
+    """Names come from clients: what a terminal would obey is shown as what it is."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -34,9 +34,9 @@ Ttl = Annotated[list[str] | None, typer.Option(help="3d,7d: one after the other;
 Share = Annotated[str | None, typer.Option(help="agent=0.9,chat=0.1: of what is written, for TTLs by class")]
 WriteRate = Annotated[float | None, typer.Option(help="written share of the input; default: what missed")]
 UseSpan = Annotated[str, typer.Option(help="mean time from a block's writing to its last use")]
-Replicas = Annotated[int, typer.Option(help="copies of each block")]
+Replicas = Annotated[int, typer.Option(help="copies of each block", max=1_000)]
 Prefill = Annotated[float, typer.Option("--prefill-rate", help="tokens/s that a card computes")]
-CardsPerHost = Annotated[int, typer.Option(help="cards of a host")]
+CardsPerHost = Annotated[int, typer.Option(help="cards of a host", max=1_000_000)]
 IndexBytes = Annotated[float, typer.Option(help="memory of the index for a block")]
 Link = Annotated[str, typer.Option(help="bandwidth from host memory to a card, bytes a second")]
 CardHour = Annotated[float | None, typer.Option(help="price of a card hour: prices a miss")]
@@ -135,6 +135,8 @@ def _token_bytes(given: float | None, model: str | None, path: Path | None, dtyp
     if sum(option is not None for option in (given, model, path)) != 1:
         raise ConfigError("give one of --bytes-per-token, --model and --model-config")
     if given is not None:
+        if dtype is not None:
+            raise ConfigError(f"--kv-dtype {dtype} is of a model's KV: it does not go with --bytes-per-token")
         return TokenBytes(given, "given")
     if model is not None:
         known = presets()
@@ -174,12 +176,17 @@ def _shares(text: str | None) -> dict[str, float]:
         shares = {name: float(value) for name, _, value in pairs}
     except ValueError as error:
         raise ConfigError(f"--share {text}: it must be like agent=0.9,chat=0.1") from error
-    if shares and (abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0):
+    if len(shares) < len(pairs):
+        raise ConfigError(f"--share {text} names a class twice")
+    if shares and not (abs(sum(shares.values()) - 1) <= 1e-6 and min(shares.values()) >= 0):
         raise ConfigError(f"--share {text}: the shares must sum to 1")
     return shares
 
 
 def _case(ttl: TTL, hit_rate: float, shares: dict[str, float]) -> _Case:
+    unknown = next((name for name in shares if name not in ttl.by_class), None)
+    if unknown is not None:
+        raise ConfigError(f"--share names the class {unknown!r}, of which --ttl {ttl.text} says nothing")
     if ttl.plain is not None:
         retention = ttl.plain
     elif not shares and len(ttl.by_class) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,9 @@ Sample = Annotated[float | None, typer.Option(help="only this share of the block
 CurveOption = Annotated[bool, typer.Option("--curve", help="LRU at every capacity, in one pass")]
 Plot = Annotated[Path | None, typer.Option(help="draw it: .png, .svg or .html")]
 
+_SESSION_GAP: Final = "60s"
+_WHOLE: Final = re.compile(r"-?\d{1,18}")
+_LEAST_SAMPLE: Final = 1e-6
 _TABLE_POINTS: Final = 16
 _PROGRESS_REQUESTS: Final = 256
 _MIN_SAMPLED: Final = 10
@@ -68,7 +72,7 @@ def replay(
     ttl: Ttl = None,
     ttl_mode: TtlMode = None,
     policy: PolicyOption = None,
-    session_gap: SessionGap = "60s",
+    session_gap: SessionGap = _SESSION_GAP,
     classes: Classes = None,
     sample: Sample = None,
     curve: CurveOption = False,
@@ -77,7 +81,8 @@ def replay(
 ) -> None:
     """Replays traces against caches that one might have: hit rate by tokens, and why the rest missed."""
     if policy == RECORDED:
-        if blocks or capacity or ttl or sample or curve or plot or block:
+        given = (block, blocks, capacity, bytes_per_token, ttl, ttl_mode, classes, sample, plot)
+        if curve or session_gap != _SESSION_GAP or any(option is not None for option in given):
             raise ConfigError("--policy recorded counts what happened: it takes no other option but --json")
         print_recount(traces, as_json=as_json)
         return
@@ -85,7 +90,7 @@ def replay(
         raise ConfigError(f"--block {block}: a block has at least 1 token")
     if bytes_per_token is not None and not 1e-3 <= bytes_per_token < 1e12:
         raise ConfigError(f"--bytes-per-token {bytes_per_token:g} must be more than 0.001, and less than 1e12")
-    policies = _policies(policy, limited=bool(blocks or capacity), curve=curve)
+    policies = _policies(policy, limited=blocks is not None or capacity is not None, curve=curve)
     ttls = _ttls(ttl, ttl_mode)
     scale = _scale(sample)
     if curve and ttls != [None]:
@@ -152,11 +157,11 @@ def replay(
 
 
 def _policies(text: str | None, *, limited: bool, curve: bool) -> list[str]:
-    policies = text.split(",") if text else ["lru" if limited or curve else INFINITE]
-    known = [*POLICIES, INFINITE, RECORDED]
+    policies = ["lru" if limited or curve else INFINITE] if text is None else text.split(",")
+    known = [*POLICIES, INFINITE]
     for policy in policies:
         if policy not in known:
-            raise ConfigError(f"--policy {policy!r} is unknown; use {', '.join(known)}")
+            raise ConfigError(f"--policy {policy!r} is unknown; use {', '.join(known)}, or {RECORDED} alone")
     if curve and policies != ["lru"]:
         raise ConfigError(f"--curve is of lru alone: it cannot be had with --policy {text}")
     if limited and policies == [INFINITE]:
@@ -179,18 +184,19 @@ def _ttls(given: Sequence[str] | None, mode: str | None) -> list[TTL | None]:
 
 
 def _capacities(blocks: str | None, capacity: str | None, block_bytes: float | None) -> list[int]:
-    if blocks and capacity:
+    if blocks is not None and capacity is not None:
         raise ConfigError("--blocks and --capacity say the same in two ways: give one of them")
-    if capacity and block_bytes is None:
+    if capacity is not None and block_bytes is None:
         raise ConfigError(f"--capacity {capacity} needs --bytes-per-token to become blocks")
+    given = capacity if blocks is None else blocks
     found = []
-    for text in (blocks or capacity or "").split(",") if blocks or capacity else []:
-        if blocks and not text.strip().lstrip("-").isdecimal():
-            raise ConfigError(f"--blocks {text!r} is not a whole number such as 1000000")
+    for text in [] if given is None else given.split(","):
+        if blocks is not None and not _WHOLE.fullmatch(text):
+            raise ConfigError(f"--blocks {text[:40]!r} is not a whole number such as 1000000")
         try:
-            size = int(text) if blocks else int(parse_size(text) // (block_bytes or 1))
+            size = int(text) if blocks is not None else int(parse_size(text) // (block_bytes or 1))
         except ValueError as error:
-            raise ConfigError(f"--capacity {text!r}: {error}") from error
+            raise ConfigError(f"--capacity: {error}") from error
         if size <= 0:
             raise ConfigError(f"a capacity of {text} holds no block; it must hold at least 1")
         found.append(size)
@@ -200,8 +206,10 @@ def _capacities(blocks: str | None, capacity: str | None, block_bytes: float | N
 def _scale(sample: float | None) -> int:
     if sample is None:
         return 1
-    if not 0 < sample <= 1:
-        raise ConfigError(f"--sample {sample:g}: it is a share of the blocks, more than 0 and at most 1")
+    if not (_LEAST_SAMPLE <= sample <= 0.5 or sample == 1):
+        raise ConfigError(
+            f"--sample {sample:g}: it is the share of the blocks that is looked at, from {_LEAST_SAMPLE:g} to 0.5"
+        )
     return round(1 / sample)
 
 

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from cachesvc.cli import options
-from cachesvc.cli._console import wide_console
+from cachesvc.cli._console import printable, wide_console
 from cachesvc.config import parse_duration
 from cachesvc.errors import ConfigError
 from cachesvc.limits import ROLLUP_DAYS
@@ -71,7 +71,7 @@ def report(
     elif as_json:
         print(json.dumps(_as_json(fetch(), by), indent=2))
     elif as_csv:
-        _print_csv(_rows(fetch(), by))
+        _print_csv(_rows(fetch(), by), by)
     elif watch:
         _watch(lambda: _table(fetch(), by))
     else:
@@ -99,8 +99,10 @@ def span(since: str | None, until: str | None, last: str | None, now: float) -> 
 
 def _moment(flag: str, text: str) -> float:
     try:
-        return float(text) if text.replace(".", "", 1).isdigit() else _utc(datetime.fromisoformat(text)).timestamp()
-    except ValueError as error:
+        if text.replace(".", "", 1).isdigit() and len(text) < 20:
+            return float(text)
+        return _utc(datetime.fromisoformat(text)).timestamp()
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{flag} {text!r} is no time such as 2026-12-31, 2026-12-31T10:00 or 1790000000") from error
 
 
@@ -133,9 +135,9 @@ def _as_json(history: History, by: list[By]) -> dict[str, Any]:
     return {"daemons": history.daemons, "by": list(by), "rows": _rows(history, by), "total": total}
 
 
-def _print_csv(rows: list[dict[str, Any]]) -> None:
+def _print_csv(rows: list[dict[str, Any]], by: list[By]) -> None:
     flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    names = list(dict.fromkeys(name for row in flat for name in row)) or [*by, *_flat(summary({}))]
     writer = csv.DictWriter(sys.stdout, names, restval=0)
     writer.writeheader()
     writer.writerows(flat)
@@ -143,10 +145,15 @@ def _print_csv(rows: list[dict[str, Any]]) -> None:
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     parts = {"hit_tokens_by_tier": "hit_tokens.", "miss_tokens_by_reason": "miss_tokens."}
-    flat = {name: value for name, value in row.items() if name not in parts}
+    flat = {name: _cell(value) for name, value in row.items() if name not in parts}
     for name, prefix in parts.items():
         flat |= {prefix + key: value for key, value in row.get(name, {}).items()}
     return flat
+
+
+def _cell(value: Any) -> Any:
+    """A spreadsheet must not take a client's name for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _table(history: History, by: list[By]) -> Table | str:
@@ -167,7 +174,7 @@ def _table(history: History, by: list[By]) -> Table | str:
     for name in ("other", "hits by tier", "misses by reason"):
         table.add_column(name, overflow="fold", no_wrap=True)
     for row in rows:
-        _add(table, [str(row[name]) for name in by], row)
+        _add(table, [printable(str(row[name])) for name in by], row)
     if len(rows) > 1:
         table.add_section()
         _add(table, ["all"] + [""] * (len(by) - 1), total)

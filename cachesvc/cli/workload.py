@@ -85,8 +85,9 @@ def workload(
     traffic = Workload(agents, chats, seed, gap)
     if play:
         opened = [open_trace(path) for path in traces or ()]
-        stream = merged(opened, common_block(opened, BLOCK_TOKENS), gap) if opened else traffic.requests()
-        _play(islice(stream, requests), seed, address, clock == "real", rate, clock_offset_file, size, as_json)
+        block = common_block(opened, None) if opened else BLOCK_TOKENS
+        stream = merged(opened, block, gap) if opened else traffic.requests()
+        _play(islice(stream, requests), (seed, block, size), address, clock == "real", rate, clock_offset_file, as_json)
         return
     assert out is not None
     if trace_format == "agent":
@@ -116,12 +117,11 @@ def _write(out: Path, lines: Iterable[str]) -> None:
 
 def _play(
     requests: Iterable[Request],
-    seed: int,
+    namespace: tuple[int, int, int],
     address: str | None,
     real: bool,
     rate: float,
     offset_file: Path | None,
-    size: int,
     as_json: bool,
 ) -> None:
     # Here and not above: playing is a client's part, and `cachesvc serve` has no use for one.
@@ -135,7 +135,7 @@ def _play(
             status.update(f"playing … {played.requests:,} requests, {played.hits:,} of {played.input:,} tokens hit")
 
         pace = Pace(real=real, rate=rate, offset_file=offset_file)
-        played = play(requests, str(client_address(address)), pace, size, seed, tell)
+        played = play(requests, str(client_address(address)), pace, *namespace, tell)
     if as_json:
         print(json.dumps(asdict(played), indent=1))
     else:

@@ -16,7 +16,7 @@ from cachesvc.cli._daemon import connected, fetch_report, unreachable
 from cachesvc.rollups import MINUTE, Counts
 from cachesvc.rpc import cache_pb2 as pb
 
-_TIMEOUT_SECONDS: Final = 60.0
+_TIMEOUT_SECONDS: Final = 300.0
 _WIDTHS: Final = (MINUTE, 300, 900, 3_600, 3 * 3_600, 6 * 3_600, 86_400)
 
 
@@ -44,9 +44,14 @@ def fetch_history(addresses: Sequence[str | None], since: float, until: float, w
     ttls: dict[str, float] = {}
     merged: dict[int, Counts] = {}
     stores: list[dict[int, dict[str, int]]] = []
+    boots: set[bytes] = set()
     for address in dict.fromkeys(addresses):
+        about = fetch_report(address)
+        if about.boot_id in boots:
+            continue  # one daemon, by another of its addresses
+        boots.add(about.boot_id)
         found = _ask(address, since, until, width)
-        ttls |= {row.traffic_class: row.ttl_seconds for row in fetch_report(address).classes}
+        ttls |= {row.traffic_class: row.ttl_seconds for row in about.classes}
         stores.append({start: counts.store for start, counts in found.items()})
         for start, counts in found.items():
             merged.setdefault(start, Counts()).add(counts)

@@ -25,14 +25,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, cast
 
 from cachesvc.classes import CLASS_NAME
-from cachesvc.errors import TraceError
+from cachesvc.errors import ConfigError, TraceError
 from cachesvc.keys import BLOCK_TOKENS
-from cachesvc.limits import MAX_TRACE_LINE_BYTES
+from cachesvc.limits import MAX_TRACE_BLOCKS, MAX_TRACE_LINE_BYTES
 
 ID_BITS: Final = 40
 """Ids that are local to a file or session get a number of their own above these bits."""
 _GZIP: Final = b"\x1f\x8b"
 _TRACE_VERSION: Final = 1
+_LATEST: Final = 1e11
+"""Seconds since the epoch: some 3,000 years. Later times lose their parts of a second."""
 
 
 class Request(NamedTuple):
@@ -103,8 +105,8 @@ class Trace(ABC):
         return TraceError(f"{self.path} line {line}: a {self.name} line that {what}")
 
     def _checked(self, at: float, input_tokens: int, line: int) -> None:
-        if not 0 <= at < float("inf"):
-            raise TraceError(f"{self.path} line {line}: time {at:g} s; times must not be negative")
+        if not 0 <= at < _LATEST:
+            raise TraceError(f"{self.path} line {line}: time {at:g} s; it must not be negative, nor over {_LATEST:g}")
         if not 0 <= input_tokens < 1 << 40:
             raise TraceError(f"{self.path} line {line}: {input_tokens} input tokens")
 
@@ -162,9 +164,9 @@ class AgentTrace(Trace):
         for session, turn in interleaved(self._sessions(block, spaces, session_gap)):
             try:
                 request = session.request(turn)
+                self._checked(request.at, request.input_tokens, session.line)
             except _MALFORMED as error:
                 raise self._broken(session.line, error) from error
-            self._checked(request.at, request.input_tokens, session.line)
             yield request
 
     def _sessions(self, block: int, spaces: Iterator[int], session_gap: float) -> Iterator[Session]:
@@ -201,6 +203,8 @@ class Session(NamedTuple):
         for first, length in ranges:
             if length < 0 or not 0 <= first <= first + length < 1 << ID_BITS:
                 raise ValueError(f"ids {first} to {first + length}")
+            if passed + length > MAX_TRACE_BLOCKS:
+                raise ValueError(f"{passed + length} blocks; a request can have {MAX_TRACE_BLOCKS}")
             if (passed + length) * self.block > tokens * step:
                 raise ValueError(f"{passed + length} full blocks in {tokens} tokens")
             begin = self.space + first
@@ -301,7 +305,10 @@ def open_trace(path: Path, traffic_class: str | None = None) -> Trace:
 
 
 def common_block(traces: Sequence[Trace], block: int | None) -> int:
-    """Tokens a block for all traces: `block`, else 128 where that is possible, else their own. Raises `TraceError`."""
+    """Tokens a block for all traces: `block`, else 128 where that is possible, else their own.
+
+    Raises `TraceError` for sizes that do not go together, `ConfigError` for a `block` that does not go with them.
+    """
     own = {trace.block for trace in traces}
     if block is None:
         if all(BLOCK_TOKENS % size == 0 for size in own):
@@ -312,7 +319,7 @@ def common_block(traces: Sequence[Trace], block: int | None) -> int:
         return own.pop()
     for trace in traces:
         if block % trace.block:
-            raise TraceError(
+            raise ConfigError(
                 f"--block {block} is not a multiple of the {trace.block} tokens that {trace.path} has a block: a finer "
                 "block cannot be told from it"
             )
@@ -331,17 +338,18 @@ def merged(traces: Sequence[Trace], block: int, session_gap: float) -> Iterator[
     yield from requests
 
 
-def events(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    """All events of recordings, file after file. Raises `TraceError`."""
+def events(paths: Sequence[Path]) -> Iterator[tuple[Path, int, Mapping[str, Any]]]:
+    """All events of recordings, file after file, and the lines on which they stand. Raises `TraceError`."""
     for path in paths:
         if not isinstance(open_trace(path), OwnTrace):
             raise TraceError(f"{path} is no recording of a daemon: only those say what became of each request")
-        yield from (row for _, row, _ in _read(path) if "event" in row)
+        yield from ((path, line, row) for line, row, _ in _read(path) if "event" in row)
 
 
 def _apart(ids: list[int], space: int) -> list[int]:
-    if ids and not (min(ids) >= 0 and max(ids) < 1 << ID_BITS):
-        raise ValueError(f"ids from {min(ids)} to {max(ids)}")
+    array("Q", ids)  # raises what is malformed for ids that are no whole numbers
+    if ids and max(ids) >= 1 << ID_BITS:
+        raise ValueError(f"ids up to {max(ids)}")
     return list(map(space.__add__, ids)) if space else ids
 
 

@@ -90,7 +90,7 @@ class Picture:
 
     def _axes(self, title: str, x: str, y: str) -> Axes:
         axes = self._figure.add_subplot()
-        axes.set_title(title)
+        axes.set_title(title).set_parse_math(False)  # it names files
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3)

@@ -25,6 +25,7 @@ import base64
 import hashlib
 import json
 import logging
+import os
 import secrets
 import threading
 from collections import deque
@@ -37,6 +38,7 @@ from cachesvc.clock import Clock
 from cachesvc.index.table import split_id
 from cachesvc.limits import MAX_QUEUED_EVENTS
 from cachesvc.rpc.cache_pb2 import MissReason
+from cachesvc.store_dir import write_atomically
 
 log = logging.getLogger("cachesvc.trace")
 
@@ -46,6 +48,7 @@ KEY_BYTES: Final = 8
 _FILES: Final = 8  # of which the budget consists
 _KEYS_A_LINE: Final = 4_096
 _WRITE_SECONDS: Final = 0.25
+_SALT_BYTES: Final = 16
 
 
 class Event:
@@ -88,6 +91,8 @@ class Recorder:
         self.path.mkdir(exist_ok=True)
         self._salt = self._read_salt()
         self._file = None
+        for path in self._files()[-1:]:
+            _end_with_a_line(path)  # a kill may have cut it off
         self._queue.clear()
         self.note({"event": "boot"})
         self.stored(identities)
@@ -137,28 +142,42 @@ class Recorder:
             while self._queue and _same_drop(content, self._queue[0].content):
                 identities += self._queue.popleft().identities
             lines += self._lines(content, identities)
-        if self._missing and not self._queue:
-            lines.append(json.dumps({"at": self._clock.now(), "event": "lost", "count": self._missing}))
-            self._missing = 0
+        said = 0 if self._queue else self._missing
+        if said:
+            lines.append(json.dumps({"at": self._clock.now(), "event": "lost", "count": said}))
+            self._missing -= said
         try:
             while lines:
                 written = self._append(lines)
                 del lines[:written]
         except OSError as error:
-            self.lost += len(lines)
-            self._missing += len(lines)
-            log.warning("%d lines of the recording are lost: %s", len(lines), error.strerror)
+            lost = len(lines) - bool(said)
+            self.lost += lost
+            self._missing += lost + said
+            if lost:
+                log.warning("%d lines of the recording are lost: %s", lost, error.strerror)
 
     def _append(self, lines: list[str]) -> int:
-        """Writes as many of the lines as there is room for in one file, at least one; says how many."""
+        """Writes as many of the lines as there is room for in one file, at least one; says how many. All or none."""
         target = self._target()
-        room = self.budget // _FILES - target.stat().st_size
-        count = 0
-        with target.open("a") as file:
-            while count < len(lines) and (room > 0 or not count):
-                room -= file.write(lines[count] + "\n")
-                count += 1
-        return count
+        size = target.stat().st_size
+        room, part = self.budget // _FILES - size, list[bytes]()
+        for line in lines:
+            if part and room <= 0:
+                break
+            part.append(line.encode() + b"\n")
+            room -= len(part[-1])
+        try:
+            with target.open("ab", buffering=0) as file:
+                content = memoryview(b"".join(part))
+                while content:
+                    content = content[file.write(content) :]
+        except OSError:
+            self._file = None  # what comes next must not stand behind half a line
+            os.truncate(target, size)
+            self._file = target
+            raise
+        return len(part)
 
     def _lines(self, content: dict[str, Any], identities: Iterable[bytes]) -> Iterable[str]:
         keys = b"".join(self._digest(split_id(identity)[0]) for identity in identities)
@@ -179,8 +198,9 @@ class Recorder:
         """The file to append to: the next one when it is full, and then the oldest goes if they are too many."""
         if self._file is None or self._file.stat().st_size > self.budget // _FILES:
             number = 1 + max((int(path.stem) for path in self._files()), default=0)
-            self._file = self.path / f"{number:08d}.jsonl"
-            self._file.write_text(json.dumps(HEADER) + "\n")
+            path = self.path / f"{number:08d}.jsonl"
+            write_atomically(path, json.dumps(HEADER).encode() + b"\n")
+            self._file = path
             files = self._files()
             sizes = [path.stat().st_size for path in files]
             for i, path in enumerate(files[:-1]):
@@ -193,10 +213,17 @@ class Recorder:
 
     def _read_salt(self) -> bytes:
         path = self.path / "salt"
-        if not path.exists():
-            path.touch(mode=0o600)
-            path.write_bytes(secrets.token_bytes(16))
-        return path.read_bytes()
+        salt = path.read_bytes() if path.exists() else b""
+        if len(salt) != _SALT_BYTES:
+            salt = secrets.token_bytes(_SALT_BYTES)
+            write_atomically(path, salt, mode=0o600)
+        return salt
+
+
+def _end_with_a_line(path: Path) -> None:
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _same_drop(one: dict[str, Any], other: dict[str, Any] | None) -> bool:

@@ -7,13 +7,18 @@ miss are found anew; what became of a match (loaded blocks, tiers, failures) is 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cachesvc.accounting import Accounting, Pass, RowKey
 from cachesvc.ghosts import Ghosts
+from cachesvc.limits import MAX_SHARDS
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.trace.recorder import KEY_BYTES
+
+
+class NotRecorded(Exception):
+    """An event that no daemon has written: a trace that was made otherwise does not say what became of a request."""
 
 
 class Recount:
@@ -23,6 +28,8 @@ class Recount:
         """Events that the recording lacks: if there are any, the counts are not exact."""
         self.whole = True
         """Whether it tells from its beginning on what is stored."""
+        self.asked = 0
+        """Look-ups, and tokens of those that could not ask."""
         self._begun = False
         self._boot()
 
@@ -36,22 +43,25 @@ class Recount:
             case "end":
                 opened = self._passes.pop(event["pass"], None)
                 if opened is not None:
-                    reason = MissReason.Value(event["reason"].upper())
-                    self.accounting.settle(opened, base64.b64decode(event["tiers"]), event["loaded"], reason)
+                    tiers, loaded = base64.b64decode(event["tiers"]), _number(event, "loaded")
+                    self.accounting.settle(opened, tiers, loaded, _reason(event))
             case "unreachable":
+                self.asked += _number(event, "tokens")
                 self.accounting.unreachable(_row(event), event["tokens"])
             case "stored":
+                shard = _number(event, "shard", MAX_SHARDS)
                 for key in _keys(event):
-                    self._stored.add((event["shard"], key))
-                    self._ghosts.forget(_ghost(event["shard"], key))
+                    self._stored.add((shard, key))
+                    self._ghosts.forget(_ghost(shard, key))
             case "dropped":
+                shard, reason = _number(event, "shard", MAX_SHARDS), _reason(event)
                 for key in _keys(event):
-                    self._stored.discard((event["shard"], key))
-                    self._ghosts.remember(_ghost(event["shard"], key), MissReason.Value(event["reason"].upper()))
+                    self._stored.discard((shard, key))
+                    self._ghosts.remember(_ghost(shard, key), reason)
             case "boot":
                 self._boot()
             case "lost":
-                self.lost += event["count"]
+                self.lost += _number(event, "count")
 
     def _boot(self) -> None:
         self._stored: set[tuple[int, bytes]] = set()
@@ -59,16 +69,22 @@ class Recount:
         self._passes: dict[int, Pass] = {}
 
     def _ask(self, event: Mapping[str, Any]) -> None:
+        if "shards" not in event:
+            raise NotRecorded("a daemon says of how many shards a request was")
+        shards, checkpoints = _number(event, "shards", MAX_SHARDS), 0
+        if "checkpoints" in event:
+            checkpoints = _number(event, "checkpoints", shards - 1)
         keys = _keys(event)
+        self.asked += 1
         matched, reason = len(keys), MissReason.MISS_REASON_UNSPECIFIED
-        prefixes = event["shards"] - event.get("checkpoints", 0)
+        prefixes = shards - checkpoints
         for shard in range(prefixes):
             missing = next((i for i, key in enumerate(keys[:matched]) if (shard, key) not in self._stored), None)
             if missing is not None:
                 matched, reason = missing, self._ghosts.reason(_ghost(shard, keys[missing]))
         stored = matched
-        while prefixes < event["shards"] and matched:
-            behind = range(prefixes, event["shards"])
+        while prefixes < shards and matched:
+            behind = range(prefixes, shards)
             absent = next((shard for shard in behind if (shard, keys[matched - 1]) not in self._stored), None)
             if absent is None:
                 break
@@ -78,24 +94,19 @@ class Recount:
         self._passes[event["pass"]] = self.accounting.open(
             bytes.fromhex(event["id"]),
             _row(event),
-            block_tokens=event["block"],
-            input_tokens=event["input"],
-            local_tokens=event["local"],
+            block_tokens=_number(event, "block"),
+            input_tokens=_number(event, "input"),
+            local_tokens=_number(event, "local", event["input"]),
             asked_blocks=len(keys),
             matched_blocks=matched,
             reason=reason,
         )
 
 
-def recount(events: Iterable[Mapping[str, Any]]) -> Recount:
-    counted = Recount()
-    for event in events:
-        counted.add(event)
-    return counted
-
-
 def _keys(event: Mapping[str, Any]) -> list[bytes]:
-    packed = base64.b64decode(event["keys"])
+    packed = base64.b64decode(event["keys"], validate=True)
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"{len(packed)} bytes of keys, not a multiple of {KEY_BYTES}")
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
@@ -104,4 +115,18 @@ def _ghost(shard: int, key: bytes) -> bytes:
 
 
 def _row(event: Mapping[str, Any]) -> RowKey:
-    return RowKey(event["class"], event["model"], event["tenant"])
+    names = event["class"], event["model"], event["tenant"]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"class, model and tenant must be texts: {names}")
+    return RowKey(*names)
+
+
+def _number(event: Mapping[str, Any], name: str, most: int = 1 << 40) -> int:
+    value = event[name]
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number up to {most}")
+    return value
+
+
+def _reason(event: Mapping[str, Any]) -> MissReason.ValueType:
+    return MissReason.Value(str(event["reason"]).upper())

@@ -14,7 +14,7 @@ from conftest import Client, Daemon, cli_json, make_payloads, wait_until
 from cachesvc.accounting import RowKey
 from cachesvc.keys import Namespace, chain_keys, tenant_id
 from cachesvc.rpc import cache_pb2 as pb
-from cachesvc.trace.recount import recount
+from cachesvc.trace.recount import Recount
 
 PASSES = 2_000
 SIZE = 4_000
@@ -106,7 +106,9 @@ def test_counting_the_recording_again_gives_what_the_daemon_counted(
     daemon.restart()
     with Client(daemon.address) as client:
         live = counted(client)
-    again = recount(events(daemon.store))
+    again = Recount()
+    for event in events(daemon.store):
+        again.add(event)
     assert again.lost == 0
     found = {key: essential(row) for key, row in again.accounting.rows()}
     # The recording names tenants by other digests: tenants are told apart by what they counted.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from conftest import Client, Daemon, cli_json, make_payloads, run_cli, wait_until
 
@@ -215,6 +216,26 @@ def test_a_recording_that_cannot_begin_is_one_line(make_daemon: Callable[..., Da
     daemon = make_daemon("--record").start(wait=False)
     assert daemon.process is not None and daemon.process.wait(20) == 5
     assert "cannot record into" in daemon.log.read_text() and "Traceback" not in daemon.log.read_text()
+
+
+def test_one_daemon_by_two_addresses_counts_once(reported: Daemon) -> None:
+    other = str(reported.socket.parent / "." / ".") + "/./" + reported.socket.name
+    both = cli_json("report", "--address", reported.address, "--address", f"unix:{other}")
+    assert both["daemons"] == 1 and both == cli_json("report", "--address", reported.address)
+
+
+@pytest.mark.parametrize("name", ["[/]", "[bold red]b", "=cmd|' /C calc'!A0", "$x$", "<script>"])
+def test_names_of_models_are_text(daemon: Daemon, name: str, tmp_path: Path) -> None:
+    with Client(daemon.address) as client:
+        client.attach(Namespace(name, "1", "uint8"), SIZE)
+        client.lookup([b"k" * 16])
+        with pytest.raises(grpc.RpcError, match="printable"):
+            client.attach(Namespace("\x1b[31mred", "1", "uint8"), SIZE)
+    shown = run_cli("report", "--address", daemon.address)
+    assert (shown.returncode, shown.stderr) == (0, "") and name in shown.stdout
+    table = run_cli("report", "--address", daemon.address, "--csv")
+    (row,) = csv.DictReader(io.StringIO(table.stdout))
+    assert row["model"] == (f"'{name}" if name.startswith("=") else name)
 
 
 @pytest.mark.long

@@ -135,6 +135,15 @@ def test_the_real_agents_give_the_96_percent(typed: Typed) -> None:
         (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--model", "llama-3-8b"], "one of --bytes-per-token"),
         (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--ttl", "agent=1d,chat=2d"], "needs --share"),
         (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--share", "agent=0.5"], "must sum to 1"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--share", "agent=1"], "says nothing"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--share", "a=0.5,a=0.5,b=0.5"], "twice"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--share", "a=nan"], "must sum to 1"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--write-rate", "inf"], "write share is inf"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--write-rate", "7"], "cannot be meant"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--card-hour", "nan"], "card hour is nan"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--kv-dtype", "fp8"], "does not go with"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--link", "9" * 400], "is not a size"),
+        (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--replicas", "9" * 400], "--replicas"),
         (["--tokens-per-day", "1T", "--hit-rate", "0.5", "--ttl", "0"], "more than 0"),
         (["--trace", "/nowhere"], "cannot read /nowhere"),
     ],
@@ -155,3 +164,21 @@ def test_a_bad_model_configuration_is_one_line(typed: Typed, tmp_path: Path, con
     assert code == 2 and err.count("\n") == 1 and why in err
     code, _, err = typed("plan", "--tokens-per-day", "1T", "--hit-rate", "0.5", "--model", "gpt-2")
     assert code == 2 and "llama-3-8b" in err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": "abc"},
+        {"text_config": [1]},
+        {"kv_bytes_per_token": "abc"},
+        {"kv_bytes_per_token": None},
+        {"torch_dtype": ["x"]},
+        {"num_hidden_layers": float("inf"), "num_attention_heads": 1, "hidden_size": 1},
+        {"num_hidden_layers": 10**400, "num_attention_heads": 1, "hidden_size": 1},
+        {},
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        token_bytes(config)

@@ -121,7 +121,20 @@ def test_plots_say_what_to_install(typed: Typed, chat: Path, monkeypatch: pytest
         (["--sample", "1.5"], 2, "share of the blocks"),
         (["--sample", "0.01", "--blocks", "10"], 2, "leaves fewer than"),
         (["--block", "0"], 2, "at least 1 token"),
-        (["--block", "128"], 7, "finer"),
+        (["--block", "128"], 2, "finer"),
+        (["--block", "256"], 2, "not a multiple"),
+        (["--blocks", ""], 2, "is not a whole number"),
+        (["--blocks", "--5"], 2, "is not a whole number"),
+        (["--blocks", "9" * 5_000], 2, "is not a whole number"),
+        (["--capacity", "9" * 400, "--bytes-per-token", "890"], 2, "is not a size"),
+        (["--ttl", "9" * 400 + "d"], 2, "is not a duration"),
+        (["--policy", ""], 2, "--policy '' is unknown"),
+        (["--policy", "lru,recorded", "--blocks", "5"], 2, "recorded alone"),
+        (["--policy", "recorded", "--ttl-mode", "fixed"], 2, "takes no other option"),
+        (["--policy", "recorded", "--session-gap", "1s"], 2, "takes no other option"),
+        (["--policy", "recorded"], 7, "no recording of a daemon"),
+        (["--sample", "0.7"], 2, "share of the blocks"),
+        (["--sample", "5e-324"], 2, "share of the blocks"),
         (["--session-gap", "-1"], 2, "is not a duration"),
         (["--plot", "plot.gif"], 2, "must end in"),
     ],
@@ -130,6 +143,82 @@ def test_one_line_and_an_exit_code(typed: Typed, chat: Path, arguments: list[str
     found, out, err = typed("replay", chat, *arguments)
     assert (found, out, err.count("\n")) == (code, "", 1), err
     assert why in err
+
+
+AGENT = {"block_size": 128, "reqs": []}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        AGENT | {"reqs": [[0, "abc", 1, 0, []]]},
+        AGENT | {"reqs": [[0, None, 1, 0, []]]},
+        AGENT | {"reqs": [[0, 1 << 39, 1, 0, [[0, 1 << 32]]]]},
+        AGENT | {"reqs": [[1e304, 128, 1, 0, [[0, 1]]]]},
+        mooncake(1e307, 512, [1]),
+        mooncake(0, 1024, [1.5, 2.5]),  # type: ignore[list-item]
+        mooncake(0, 1024, [-1, 2]),
+        HEADER | {"event": "ask"},
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--sample", "0.5"], ["--blocks", "2"]])
+def test_a_malformed_line_is_one_line(typed: Typed, tmp_path: Path, row: dict[str, Any], options: list[str]) -> None:
+    code, out, err = typed("replay", write(tmp_path / "odd", [row, row]), *options)
+    assert (code, out, err.count("\n")) == (7, "", 1), err
+    assert "line" in err
+
+
+BOOT = {"at": 1, "event": "boot"}
+ASKED = ask(1, [1, 2], id="", again=False, model="m", tenant="", shards=1) | {"pass": 1}
+END = {"at": 1, "event": "end", "pass": 1, "loaded": 0, "tiers": "", "reason": "bypassed"}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        END | {"reason": 5},
+        END | {"reason": "bored"},
+        END | {"loaded": -1},
+        {"event": "dropped", "shard": 0, "keys": "", "reason": None},
+        {"event": "stored", "shard": 70_000, "keys": ""},
+        {"event": "stored", "shard": "a", "keys": ""},
+        {"event": "stored", "shard": 0, "keys": "AAAA"},
+        {"event": "unreachable", "tokens": "x", "class": "agent", "model": "m", "tenant": ""},
+        {"event": "unreachable", "tokens": 1, "class": "agent", "model": None, "tenant": ""},
+        {"event": "lost", "count": -1},
+        ASKED | {"shards": 10**12},
+        ASKED | {"checkpoints": 1},
+        ASKED | {"input": -5},
+        ASKED | {"input": 300.5},
+        ASKED | {"local": 10**30},
+        ASKED | {"class": 5},
+        {name: value for name, value in ASKED.items() if name != "shards"},
+    ],
+)
+def test_a_malformed_event_is_one_line_that_says_where(typed: Typed, tmp_path: Path, event: dict[str, Any]) -> None:
+    trace = write(tmp_path / "own", [HEADER, BOOT, ASKED, event])
+    code, out, err = typed("replay", trace, "--policy", "recorded")
+    assert (code, out, err.count("\n")) == (7, "", 1), err
+    assert f"{trace} line 4" in err
+
+
+def test_a_recording_in_which_nothing_was_asked_is_empty(typed: Typed, tmp_path: Path) -> None:
+    trace = write(tmp_path / "own", [HEADER, BOOT])
+    code, _, err = typed("replay", trace, "--policy", "recorded")
+    assert code == 7 and "empty" in err
+
+
+def test_one_recording_named_twice_counts_once(typed: Typed, tmp_path: Path) -> None:
+    trace = write(tmp_path / "own", [HEADER, BOOT, ASKED, END])
+    code, out, _ = typed("replay", trace, tmp_path / "." / "own", "--policy", "recorded", "--json")
+    assert code == 0 and json.loads(out)["total"]["passes"] == 1
+
+
+def test_names_of_files_are_text(typed: Typed, tmp_path: Path) -> None:
+    trace = write(tmp_path / r"$\frac{$[bold]", [mooncake(0, 512, [1])])
+    for options in (["--curve"], ["--blocks", "1,2"]):
+        code, _, err = typed("replay", trace, *options, "--plot", tmp_path / "plot.svg")
+        assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -115,6 +117,55 @@ def test_the_byte_budget_holds_but_for_the_newest_day(tmp_path: Path) -> None:
         counted.add(input=1)
     sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
     assert len(sizes) > 1 and sum(sizes) <= 600 + sizes[-1]
+
+
+def test_a_busy_day_stays_within_the_budget_and_loses_its_oldest_part(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path, budget=20_000), Counted()
+    for half in range(2_000):
+        counted.add(**{f"{half}-{n}": 1 for n in range(20)}, input=1)
+        rollups.keep(counted, START + 30 * half)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20_000 + 2_000
+    kept = Rollups(tmp_path).history(Counted(), START + 60_000, 0, 1e18, 60)
+    assert min(kept) > START and max(kept) == START + 999 * 60
+    assert {c.rows[KEY]["input"] for c in list(kept.values())[1:-1]} == {2}
+
+
+def test_a_clock_before_1970_loses_nothing(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path), Counted()
+    for now in (START, START + 60, -3e9, -2.9e9, START + 120):
+        rollups.keep(counted, now)
+        counted.add(input=1)
+    rollups.keep(counted, START + 180)
+    assert total(Rollups(tmp_path), Counted(), START + 181)["input"] == 5
+
+
+def test_a_days_file_under_another_name_counts_not_at_all(tmp_path: Path) -> None:
+    rollups, counted = Rollups(tmp_path), Counted()
+    rollups.keep(counted, START)
+    counted.add(input=1)
+    rollups.keep(counted, START + 60)
+    for name in ("2027-01-14.jsonl", "2027-01-16.jsonl", "2027-01-15.0001.jsonl.gz"):
+        content = (tmp_path / "2027-01-15.jsonl").read_bytes()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert total(Rollups(tmp_path), Counted(), START + 181)["input"] == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": [["agent", "m", "t", {"input": 10**19}]]},
+        {"rows": [["agent", "\ud800", "t", {"input": 1}]]},
+        {"minute": float("inf")},
+    ],
+)
+def test_lines_that_no_daemon_wrote_stop_no_report(tmp_path: Path, changed: dict[str, Any]) -> None:
+    line = {"minute": int(START) // 60, "ids": ["a"], "rows": [], "other": {}, "store": {"blocks": -1}}
+    good = line | {"ids": ["b"], "rows": [["agent", "m", "t", {"input": 1}]]}
+    bodies = [json.dumps(line | changed), json.dumps(good)]
+    text = "".join(f"{xxhash.xxh3_64_hexdigest(body.encode())} {body}\n" for body in bodies)
+    (tmp_path / "2027-01-15.jsonl").write_text(text)
+    (counts,) = Rollups(tmp_path).history(Counted(), START, 0, 1e18, 60).values()
+    assert counts.rows[KEY]["input"] == 1 and counts.store == {"blocks": 0}
 
 
 def test_what_the_disk_refuses_goes_into_the_next_minute(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trace_files import HEADER, ask, mooncake, session, write
 
-from cachesvc.errors import TraceError
+from cachesvc.errors import ConfigError, TraceError
 from cachesvc.trace.formats import Request, common_block, merged, open_trace
 
 
@@ -77,7 +77,7 @@ def test_the_block_is_128_where_it_can_be(tmp_path: Path) -> None:
     assert common_block([own, agent, conversation], 1024) == 1024
     with pytest.raises(TraceError, match="mixed block sizes"):
         common_block([agent, conversation], None)
-    with pytest.raises(TraceError, match="finer"):
+    with pytest.raises(ConfigError, match="finer"):
         common_block([conversation], 128)
 
 
@@ -92,7 +92,7 @@ def test_the_block_is_128_where_it_can_be(tmp_path: Path) -> None:
         ([mooncake(-1, 512, [1])], "negative"),
         ([mooncake(float("nan"), 512, [1])], "negative"),
         ([mooncake(0, 512, [1]), mooncake(0, 5_000, [1, 2])], "line 2: 2 hash_ids for 5000 tokens"),
-        ([mooncake(0, 512, [-1])], "ids from -1"),
+        ([mooncake(0, 512, [-1])], "malformed .* negative"),
         ([mooncake(0, 512, [1]) | {"hash_ids": None}], "malformed"),
         ([{"hash_ids": []}], "lacks 'timestamp'"),
         ([session((-1, 64, [[1, 1]]))], "negative"),
