@@ -20,7 +20,8 @@ breaker       when to leave a daemon alone and when to try it again
 arena         the daemon's shared memory, mapped, and its socket; prefault: its page tables, in the background
 bulk          the TCP stream for payloads that do not go through shared memory
 client        the wire, thinly; errors: what can go wrong on it
-loading       slots, or what arrives, into verified blocks
+loading       slots, or what arrives, into verified blocks; loader: one load, by whichever way there is
+checkpoints   the state of windows: stored at few positions, restored behind a hit
 staging       the save queue and its thread; storing: a batch into the arena, pipelined
 payloads      many payloads in one mapping, and their addresses; copying: by several threads, with checksums
 memory        keys known as stored, blocks that failed
