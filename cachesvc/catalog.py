@@ -174,6 +174,8 @@ class Catalog:
                 old = table.get(identity)
                 # One that has expired is replaced, not dropped: its slot is by now the new one's.
                 if old is None or old.expires <= now:
+                    if old is not None and old.segment is not None:
+                        old.segment.dead += 1
                     table[identity] = entry
                     self._ghosts.forget(identity)
                     added.append(identity)
@@ -184,6 +186,12 @@ class Catalog:
         """Forgets a block, unless it lies elsewhere by now, and remembers why."""
         with self.lock:
             self.drop_locked(identity, entry, reason)
+
+    def lost(self, identity: bytes, reason: MissReason.ValueType) -> None:
+        """Remembers why a block is not there that was on disk before this start."""
+        with self.lock:
+            if identity not in self._table:
+                self._ghosts.remember(identity, reason)
 
     def take_changed(self) -> tuple[list[tuple[bytes, Entry]], list[bytes]]:
         """What was used and what was dropped since the last call, for the durable index."""
@@ -233,7 +241,11 @@ class Catalog:
         """Where a block lies now. Uses while it was being written count. False when it was dropped meanwhile."""
         old = self._table.get(identity)
         if old is None:
+            if entry.segment is not None:
+                entry.segment.dead += 1
             return False
+        if old.segment is not None:
+            old.segment.dead += 1
         entry.touch(old.traffic_class, old.used)
         self._table[identity] = entry
         return True
@@ -241,6 +253,8 @@ class Catalog:
     def drop_locked(self, identity: bytes, entry: Entry, reason: MissReason.ValueType) -> None:
         if self._table.get(identity) is entry:
             del self._table[identity]
+            if entry.segment is not None:
+                entry.segment.dead += 1
             self.on_drop(identity)
             self._ghosts.remember(identity, reason)
             self._dirty.add(identity)

@@ -17,6 +17,11 @@ DEFAULT_TTLS: Final[Mapping[str, float]] = {"agent": 3 * 86_400.0, "chat": 7 * 8
 CLASS_NAME: Final = re.compile(rf"[a-z][a-z0-9_-]{{0,{MAX_CLASS_NAME_BYTES - 1}}}")
 
 
+def slice_width(ttl: float) -> int:
+    """Seconds of expiry time that share a slice."""
+    return max(1, math.ceil(ttl / SLICES_PER_TTL))
+
+
 @dataclass(frozen=True)
 class TrafficClass:
     name: str
@@ -25,7 +30,7 @@ class TrafficClass:
 
     def slice_end(self, used: float) -> int:
         """End (seconds since the epoch) of the slice of expiry time in which a block last used at `used` expires."""
-        width = max(1, math.ceil(self.ttl / SLICES_PER_TTL))
+        width = slice_width(self.ttl)
         return (math.floor((used + self.ttl) / width) + 1) * width
 
 

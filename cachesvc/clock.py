@@ -26,14 +26,15 @@ class SystemClock:
         return time.monotonic()
 
 
-class OffsetFileClock(SystemClock):
-    """The system's time plus the number of seconds that a file holds: lets a test move a running daemon through days.
+class OffsetFileClock:
+    """A clock's time plus the number of seconds that a file holds: lets a test move a running daemon through days.
 
     A missing, half-written or absurd content counts as the last offset that was read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
+        self._clock = clock
         self._offset = 0.0
 
     def now(self) -> float:
@@ -41,7 +42,10 @@ class OffsetFileClock(SystemClock):
             offset = float(self._path.read_text())
             if abs(offset) < 1e10:
                 self._offset = offset
-        return time.time() + self._offset
+        return self._clock.now() + self._offset
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
 
 
 class ManualClock:
@@ -60,3 +64,7 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         self._now += seconds
         self._monotonic += seconds
+
+    def jump(self, seconds: float) -> None:
+        """The wall clock alone, as when somebody sets it."""
+        self._now += seconds

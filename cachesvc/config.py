@@ -23,7 +23,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from cachesvc.classes import CLASS_NAME, DEFAULT_TTLS
 from cachesvc.errors import ConfigError
-from cachesvc.limits import DEFAULT_RECORD_BYTES, MAX_PAYLOAD_BYTES, GiB, MiB
+from cachesvc.limits import DEFAULT_RECORD_BYTES, DEFAULT_REWRITE_RATE, DEFAULT_SCRUB_RATE, MAX_PAYLOAD_BYTES, GiB, MiB
 from cachesvc.record import PAGE
 from cachesvc.rpc.address import MAX_SOCKET_PATH_BYTES, default_socket_path
 
@@ -87,6 +87,18 @@ class Config(BaseSettings):
         0, ge=0, description="shared memory for blocks (the DRAM tier); 0: a quarter of the free memory, 64 GiB at most"
     )
     arena_policy: str = Field("lru", description="which block leaves a full arena: lru or s3fifo")
+    verify_arena: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of look-ups whose blocks readers check again in shared memory, too; 1: all",
+    )
+    rewrite_rate: Size = Field(
+        DEFAULT_REWRITE_RATE,
+        ge=MiB,
+        description="most bytes per second that housekeeping writes again, of blocks still in use when their file goes",
+    )
+    scrub_rate: Size = Field(DEFAULT_SCRUB_RATE, ge=0, description="bytes per second read only to find damage; 0: none")
     socket: Path = Field(default_factory=default_socket_path, description="Unix socket that clients use")
     listen: str = Field("127.0.0.1:7733", description="loopback host:port for TCP clients; empty: none")
     metrics: str = Field("127.0.0.1:7734", description="loopback host:port of the Prometheus endpoint; empty: none")

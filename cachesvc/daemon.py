@@ -7,12 +7,15 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TypeVar
 
 from cachesvc import __version__
 from cachesvc.classes import TrafficClasses
 from cachesvc.clock import Clock, OffsetFileClock, SystemClock
+from cachesvc.clock_guard import GuardedClock
 from cachesvc.config import ARENA_SUFFIX, Config, arena_of, budget_of, split_host_port
 from cachesvc.limits import HOUSEKEEPING_SECONDS
 from cachesvc.metrics import serve_metrics
@@ -23,6 +26,8 @@ from cachesvc.service import Service
 from cachesvc.store import Store
 
 log = logging.getLogger("cachesvc")
+
+T = TypeVar("T")
 
 # Seconds that running calls get at shutdown before they are cut off.
 SHUTDOWN_GRACE = 5.0
@@ -40,7 +45,8 @@ def serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     _calm_collector()
-    clock: Clock = OffsetFileClock(config.clock_offset_file) if config.clock_offset_file else SystemClock()
+    guarded = GuardedClock(SystemClock(), config.store / "CLOCK")
+    clock: Clock = OffsetFileClock(config.clock_offset_file, guarded) if config.clock_offset_file else guarded
     classes = TrafficClasses(config.classes)
     arena_bytes, slab_bytes = arena_of(config)
     store = Store(
@@ -52,6 +58,8 @@ def serve(config: Config) -> None:
         arena_policy=config.arena_policy,
         classes=classes,
         clock=clock,
+        rewrite_rate=config.rewrite_rate,
+        scrub_rate=config.scrub_rate,
     )
     try:
         arena_socket = config.socket.absolute().with_name(config.socket.name + ARENA_SUFFIX)
@@ -62,6 +70,7 @@ def serve(config: Config) -> None:
             arena_socket=str(arena_socket),
             record_bytes=config.record_bytes,
             record=config.record,
+            verify_arena=config.verify_arena,
         )
         server = GrpcServer(service, socket=config.socket, listen=config.listen, workers=config.workers)
         local = LocalServer(service, arena_socket)
@@ -84,9 +93,7 @@ def serve(config: Config) -> None:
                 store.disk.budget / 1e9,
                 ", ".join(f"{c.name} {c.ttl / 86_400:g} d" for c in classes),
             )
-            while not stop.wait(HOUSEKEEPING_SECONDS):
-                for task in (service.maintain, store.maintain):
-                    _survive(task)
+            _keep_house(stop, store.maintain, (service.maintain, guarded.save))
         finally:
             local.stop()
             if bulk is not None:
@@ -94,6 +101,7 @@ def serve(config: Config) -> None:
             server.stop(SHUTDOWN_GRACE)
             service.close()
     finally:
+        guarded.save(always=True)
         store.close()
     log.info("store is closed cleanly")
 
@@ -105,8 +113,20 @@ def _calm_collector() -> None:
     gc.set_threshold(50_000, 50, 1000)
 
 
-def _survive(task: Callable[[], None]) -> None:
+def _keep_house(stop: threading.Event, store: Callable[[], float], others: Sequence[Callable[[], None]]) -> None:
+    """Until told to stop: the store as often as it asks for, the others once in a while."""
+    wait, due = HOUSEKEEPING_SECONDS, 0.0
+    while not stop.wait(wait):
+        wait = _survive(store) or HOUSEKEEPING_SECONDS
+        if time.monotonic() >= due:
+            due = time.monotonic() + HOUSEKEEPING_SECONDS
+            for task in others:
+                _survive(task)
+
+
+def _survive(task: Callable[[], T]) -> T | None:
     try:
-        task()
+        return task()
     except Exception:
         log.exception("fault in housekeeping")
+        return None

@@ -71,14 +71,38 @@ CLIENT_STALL_SECONDS: Final = 10.0
 # Share of an evicted segment's records that may be kept by writing them again; the rest goes, so that room is gained.
 MAX_KEPT_SHARE: Final = 0.5
 
+# Free room (in segments) below which housekeeping drops the oldest files, and up to which it does.
+HIGH_WATER_SEGMENTS: Final = 1.5
+LOW_WATER_SEGMENTS: Final = 2.0
+
+# Bytes that housekeeping reads and writes at once: others wait no longer than for that.
+STEP_BYTES: Final = MiB
+
+# Bytes per second, unless the configuration says otherwise: blocks written again when their file goes; and blocks read
+# only to see whether they are undamaged.
+DEFAULT_REWRITE_RATE: Final = 128 * MiB
+DEFAULT_SCRUB_RATE: Final = 8 * MiB
+
 # Seconds between rounds of housekeeping (leases, expiry).
 HOUSEKEEPING_SECONDS: Final = 1.0
 
 # Seconds between writing use times to the durable index: a crash forgets as much of them, and nothing else.
 SAVE_TOUCHES_SECONDS: Final = 20.0
 
+# Seconds between notes of how far the scrubber has come: a crash repeats as much.
+SAVE_SCRUB_SECONDS: Final = 60.0
+
+# Bytes written to see whether a disk that refused a write takes one again.
+PROBE_BYTES: Final = 256 * KiB
+
 # Seconds in which writes are refused after the device failed one, before the next is tried.
 WRITE_RETRY_SECONDS: Final = 5.0
+
+# A clock that is off by more than this against the monotonic one (seconds) has jumped. It is believed when it has
+# stayed there for so long; until then time goes on from before the jump. Over a restart, a longer downtime is a jump.
+CLOCK_JUMP_SECONDS: Final = 120.0
+CLOCK_TRUST_SECONDS: Final = 3600.0
+CLOCK_DOWNTIME_SECONDS: Final = 30 * 86_400.0
 
 # Expiry slices of a class: its TTL in this many parts. More parts expire more exactly and make more, smaller files.
 SLICES_PER_TTL: Final = 24

@@ -62,6 +62,12 @@ class ServiceCollector(Collector):
         for name, text, value in (
             ("cachesvc_store_bytes", "Bytes of the store's files", report.store_bytes),
             ("cachesvc_store_budget_bytes", "Byte budget of the store", report.store_budget_bytes),
+            ("cachesvc_store_dead_bytes", "Bytes of records that nobody can ask for any more", report.dead_bytes),
+            (
+                "cachesvc_write_amplification",
+                "Bytes of records written, by those of new blocks",
+                report.write_amplification,
+            ),
             ("cachesvc_store_blocks", "Blocks stored", report.blocks),
             ("cachesvc_read_leases", "Read leases that live", report.read_leases),
             ("cachesvc_write_leases", "Write leases that live", report.write_leases),

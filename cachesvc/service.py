@@ -8,6 +8,7 @@ arena: they are told slot positions instead of being sent bytes.
 from __future__ import annotations
 
 import math
+import random
 import secrets
 import threading
 from collections import Counter
@@ -51,6 +52,9 @@ _PRESENT_OR_GRANTED: Final = (int(pb.ReserveState.GRANTED), int(pb.ReserveState.
 _NOT_GRANTED: Final = int(pb.CommitState.NOT_GRANTED)
 _NOWHERE: Final = Slot(b"", 0, 0, SlotState.LOADING)
 
+# Blocks that are checked again when a reader says that one was damaged: it tells only how many it used before.
+_SUSPECTS: Final = 64
+
 # A lease whose keys are all settled is kept this long (seconds) so that a repeated Commit is answered alike.
 _SETTLED_LEASE_SECONDS: Final = 5.0
 
@@ -79,8 +83,12 @@ class Service:
         arena_socket: str = "",
         record: bool = False,
         record_bytes: int = DEFAULT_RECORD_BYTES,
+        verify_arena: float = 0.0,
     ) -> None:
-        """`arena_socket` is the path that clients on this host are told; empty when there is none."""
+        """`arena_socket` is the path that clients on this host are told; empty when there is none.
+
+        `verify_arena` is the share of look-ups whose readers check again what the daemon checked when it came in.
+        """
         self.boot_id = secrets.token_bytes(16)
         self.store = store
         self.observer = Observer(store.disk.path, store.catalog, clock, self._gauges, record_bytes)
@@ -90,6 +98,7 @@ class Service:
         self._clock = clock
         self._started = clock.monotonic()
         self._arena_socket = arena_socket
+        self._verify_arena = verify_arena
         self._attachments = Attachments(min(MAX_PAYLOAD_BYTES, store.arena.max_payload_bytes))
         self._lock = threading.Lock()
         self._reads: LeaseTable[ReadLease] = LeaseTable(clock)
@@ -192,7 +201,7 @@ class Service:
                 session.reads.add(reply.lease_id)
         if session is not None:
             hold = self._hold(lease, request.shard)
-            reply.slots, reply.checksums = _positions(hold.slots)
+            reply.slots, reply.checksums = _positions(hold.slots, check=self._to_check())
             lease.tiers = reply.tiers = _tiers_of(hold.slots)
             session.later = partial(self._looked_up, opened, request.keys, identities, entries, traffic_class, hold)
         else:
@@ -206,7 +215,7 @@ class Service:
         hold = self._hold(lease, request.shard)
         wait = min(request.wait_ms, MAX_LOAD_WAIT_MS) / 1000
         ready, reason = self.store.ready(hold, request.first, last - request.first, wait)
-        slots, checksums = _positions(ready)
+        slots, checksums = _positions(ready, check=self._to_check())
         return pb.LoadReply(boot_id=self.boot_id, slots=slots, checksums=checksums, miss=reason)
 
     def get(self, request: pb.GetRequest) -> Iterator[pb.GetReply]:
@@ -249,6 +258,9 @@ class Service:
             if lease is not None and lease.session is not None:
                 lease.session.reads.discard(request.lease_id)
         if lease is not None:
+            if request.not_loaded == pb.MissReason.CORRUPT:
+                for identities in lease.identities:
+                    self.store.recheck(identities[request.loaded_blocks : request.loaded_blocks + _SUSPECTS])
             self._end_read(lease, request.loaded_blocks, request.not_loaded or pb.MissReason.BYPASSED)
         return pb.ReleaseReply(boot_id=self.boot_id)
 
@@ -444,6 +456,8 @@ class Service:
             arena_bytes=store.arena.memory.size,
             arena_used_bytes=store.arena.bytes_used,
             arena_dirty_bytes=store.arena.bytes_unflushed,
+            dead_bytes=store.disk.dead_bytes,
+            write_amplification=store.disk.write_amplification,
         )
         for key, row in self.accounting.rows():
             reply.lookups.append(_lookup_row(key, row))
@@ -511,6 +525,9 @@ class Service:
         """What is left to do for a look-up once it is answered."""
         self.observer.asked(opened, keys, entries[0])
         self.store.touch(identities, traffic_class, hold)
+
+    def _to_check(self) -> bool:
+        return self._verify_arena > 0 and random.random() < self._verify_arena
 
     def _gauges(self) -> dict[str, int]:
         return {
@@ -629,12 +646,15 @@ class Service:
             self.store.arena.abandon(slot)
 
 
-def _positions(slots: Sequence[Slot | None]) -> tuple[bytes, bytes]:
+def _positions(slots: Sequence[Slot | None], *, check: bool) -> tuple[bytes, bytes]:
     """Offsets and checksums of slots, packed; those that are not ready are NO_SLOT.
 
-    A checksum is given where the daemon has not checked the bytes yet: the reader does, or takes it for a miss.
+    A checksum is given where the daemon has not checked the bytes yet, and everywhere with `check`: the reader does, or
+    takes it for a miss.
     """
     known = slots if None not in slots else [slot or _NOWHERE for slot in slots]
+    if check:
+        return b"".join([slot.position for slot in known]), b"".join([slot.to_check for slot in known])  # type: ignore[union-attr]
     return b"".join([slot.position for slot in known]), b"".join([slot.unchecked for slot in known])  # type: ignore[union-attr]
 
 

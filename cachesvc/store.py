@@ -6,6 +6,7 @@ disk is promoted into the arena for clients that map it, or read past it for tho
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,12 +21,15 @@ from cachesvc.disk.tier import DiskTier
 from cachesvc.errors import BlockUnreadable, WriteRefused
 from cachesvc.flusher import Flusher
 from cachesvc.index.table import Entry, split_id
+from cachesvc.limits import DEFAULT_REWRITE_RATE, DEFAULT_SCRUB_RATE
 from cachesvc.policy import LRU, S3FIFO, Policy
 from cachesvc.promoter import Hold, Promoter
 from cachesvc.record import checksum
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import page_aligned
+
+log = logging.getLogger("cachesvc.store")
 
 
 class Store:
@@ -40,6 +44,8 @@ class Store:
         arena_policy: str,
         classes: TrafficClasses,
         clock: Clock,
+        rewrite_rate: int = DEFAULT_REWRITE_RATE,
+        scrub_rate: int = DEFAULT_SCRUB_RATE,
     ) -> None:
         """Raises `StoreLocked`, `StoreUnusable` or `ConfigError`."""
         self.events: Counter[str] = Counter()
@@ -53,6 +59,8 @@ class Store:
             classes=classes,
             clock=clock,
             events=self.events,
+            rewrite_rate=rewrite_rate,
+            scrub_rate=scrub_rate,
         )
         policy: Policy[bytes] = S3FIFO() if arena_policy == "s3fifo" else LRU()
         self.arena = Arena(ArenaMemory(arena_bytes), policy, slab_bytes)
@@ -111,6 +119,22 @@ class Store:
             finally:
                 self.arena.unpin(slot for slot in slots if slot is not None)
 
+    def recheck(self, identities: Sequence[bytes]) -> None:
+        """Checks blocks in the arena again, of which a reader says that one is damaged: such a one is not served."""
+        slots = [slot for slot in self.arena.pin(identities) if slot is not None]
+        try:
+            for slot in slots:
+                if not (self.arena.ready(slot) and slot.checksum and checksum(self.arena.view(slot)) != slot.checksum):
+                    continue
+                self.events["arena_corrupt_blocks"] += 1
+                log.error("block %s in the arena has changed since it was checked", slot.identity.hex())
+                entry = self.catalog.where(slot.identity)
+                if entry is not None and entry.segment is None:
+                    self.catalog.drop(slot.identity, entry, MissReason.CORRUPT)
+                self.arena.discard(slot.identity)  # what is on disk is read from there
+        finally:
+            self.arena.unpin(slots)
+
     # ---- write ---------------------------------------------------------------------------------------------------
 
     def reserve(self, identities: Sequence[bytes], payload_bytes: int) -> list[Slot]:
@@ -161,9 +185,9 @@ class Store:
 
     # ---- housekeeping --------------------------------------------------------------------------------------------
 
-    def maintain(self) -> None:
-        """One round of housekeeping."""
-        self.disk.maintain()
+    def maintain(self) -> float:
+        """One round of housekeeping. Returns the seconds until the next is wanted."""
+        return self.disk.maintain()
 
     def close(self) -> None:
         """Brings everything to disk and closes it."""

@@ -81,6 +81,11 @@ class Slot:
         if not verified:
             self.unchecked = _FIXED64.pack(checksum)
 
+    @property
+    def to_check(self) -> bytes:
+        """The checksum, as it travels, for a reader that is to check the bytes whoever did so before."""
+        return _FIXED64.pack(self.checksum)
+
     def set_verified(self, checksum: int) -> None:
         """The bytes were found to have this checksum."""
         self.checksum, self.verified, self.unchecked = checksum, True, _CHECKED

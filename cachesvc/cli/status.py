@@ -29,7 +29,11 @@ def status(address: options.Address = None, as_json: options.Json = False) -> No
     for name, value in (
         ("up", f"{reply.uptime_seconds:,.0f} s, boot {reply.boot_id.hex()[:8]}"),
         ("store", reply.store_path),
-        ("used", f"{decimal(reply.store_bytes)} of {decimal(reply.store_budget_bytes)}"),
+        (
+            "used",
+            f"{decimal(reply.store_bytes)} of {decimal(reply.store_budget_bytes)}, {decimal(reply.dead_bytes)} dead; "
+            f"write amplification {reply.write_amplification:.2f}",
+        ),
         ("blocks", f"{reply.blocks:,} in {reply.segments:,} segments"),
         (
             "arena",

@@ -13,7 +13,7 @@ from pathlib import Path
 from cachesvc.catalog import Catalog
 from cachesvc.clock import Clock
 from cachesvc.errors import StoreUnusable
-from cachesvc.index.rocks import IndexDamaged, RocksIndex, StoredEntry, StoredSegment
+from cachesvc.index.rocks import IndexDamaged, IndexUnwritable, RocksIndex, StoredEntry, StoredSegment
 from cachesvc.index.table import Entry
 from cachesvc.limits import WRITE_RETRY_SECONDS
 from cachesvc.segments.segment import Segment
@@ -34,16 +34,17 @@ class DurableIndex:
         self._clock = clock
         self._events = events
         self._mend_at = 0.0
-        self._index = self._open()
+        self._index: RocksIndex | None = self._open()
 
     def load(self) -> tuple[dict[str, StoredSegment], list[tuple[bytes, StoredEntry]]]:
         """All it knows: segments by path relative to the store, and blocks. Nothing when it is damaged."""
         try:
-            return self._index.segments(), list(self._index.entries())
+            if self._index is not None:
+                return self._index.segments(), list(self._index.entries())
         except IndexDamaged as error:
-            self._index.close()
+            self.close()
             self._index = self._renew(error)
-            return {}, []
+        return {}, []
 
     def record(
         self,
@@ -51,14 +52,14 @@ class DurableIndex:
         put: Sequence[tuple[bytes, Entry]] = (),
         delete: Iterable[bytes] = (),
         segment: Segment | None = None,
-        drop_segment: int | None = None,
+        drop_segments: Iterable[int] = (),
     ) -> None:
         """Writes to the durable index. A failure is counted, not raised: the files hold the same and more."""
-        if self.fault:
+        if self.fault or self._index is None:
             return  # it takes nothing any more, and will be written anew
         state = None if segment is None else (segment, str(segment.path.relative_to(self._path)))
         try:
-            self._index.write(put=put, delete=delete, segment=state, drop_segment=drop_segment)
+            self._index.write(put=put, delete=delete, segment=state, drop_segments=drop_segments)
         except IndexDamaged as error:
             self._events["index_errors"] += 1
             self.fault = True
@@ -70,19 +71,24 @@ class DurableIndex:
 
     def mend(self, segments: Iterable[Segment], catalog: Catalog) -> None:
         """Writes the index anew from what is in memory: after one failed write RocksDB takes no other."""
-        self._index.close()
-        RocksIndex.destroy(self._directory)
+        fresh = self._directory.with_name("index.new")
         self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        RocksIndex.destroy(fresh)
         try:
-            self._index = RocksIndex(self._directory)
+            index = RocksIndex(fresh)
             for segment in segments:
                 with catalog.lock:
                     live = list(catalog.live_locked(segment))
                 for start in range(0, len(live), _INDEX_BATCH):
-                    self._index.write(put=live[start : start + _INDEX_BATCH])
+                    index.write(put=live[start : start + _INDEX_BATCH])
                 # After its blocks: a segment that is recorded as sealed has them all.
-                self._index.write(segment=(segment, str(segment.path.relative_to(self._path))))
-        except IndexDamaged as error:
+                index.write(segment=(segment, str(segment.path.relative_to(self._path))))
+            index.close()
+            self.close()
+            RocksIndex.destroy(self._directory)
+            fresh.rename(self._directory)
+            self._index = RocksIndex(self._directory)
+        except (IndexDamaged, OSError) as error:
             log.warning("the durable index cannot be written anew yet: %s", error)
             return
         self.fault = False
@@ -93,21 +99,34 @@ class DurableIndex:
         return sum(file.stat().st_size for file in self._directory.glob("*") if file.is_file())
 
     def close(self) -> None:
-        self._index.close()
+        if self._index is not None:
+            self._index.close()
+        self._index = None
 
-    def _open(self) -> RocksIndex:
+    def _open(self) -> RocksIndex | None:
         try:
-            return RocksIndex(self._directory)
+            try:
+                return RocksIndex(self._directory)
+            except IndexUnwritable as error:
+                self._unwritable(error)
+                return RocksIndex(self._directory, read_only=True)
         except IndexDamaged as error:
             return self._renew(error)
 
-    def _renew(self, why: IndexDamaged) -> RocksIndex:
-        """An empty index in place of one that cannot be used; it is filled from the files."""
+    def _unwritable(self, error: IndexUnwritable) -> None:
+        log.warning("the index takes no writes now, and is written anew when it can be: %s", error)
+        self.fault = True
+
+    def _renew(self, why: IndexDamaged) -> RocksIndex | None:
+        """An empty index in place of one that cannot be used, or none while the disk is full; the files fill it."""
         path = self._directory
         log.warning("the index cannot be used and is rebuilt from the segments: %s", why)
         RocksIndex.destroy(path)
         self._events["index_rebuilds"] += 1
         try:
             return RocksIndex(path)
+        except IndexUnwritable as full:
+            self._unwritable(full)
+            return None
         except IndexDamaged as again:
             raise StoreUnusable(f"no index can be made in {path}: {again}") from again

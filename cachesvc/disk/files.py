@@ -59,6 +59,7 @@ class SegmentFiles:
         self.writers: OrderedDict[WriterKey, tuple[SegmentWriter, Segment]] = OrderedDict()
         self.used = 0
         self.next_segment = 1
+        self._unsealed: list[tuple[SegmentWriter, Segment]] = []
         self._path = path
         self._daemon, self._epoch = names
         self._catalog = catalog
@@ -76,9 +77,10 @@ class SegmentFiles:
         blocks: Sequence[NewBlock],
         *,
         make_room: Callable[..., None] | None,
-    ) -> None:
-        """Writes records in order, in as many segments as they need."""
+    ) -> set[Segment]:
+        """Writes records in order, in as many segments as they need, which it returns. Raises `WriteRefused`."""
         done = 0
+        touched: set[Segment] = set()
         while done < len(blocks):
             key = (shape, traffic_class.name, traffic_class.slice_end(blocks[done].used))
             if make_room is not None:
@@ -99,6 +101,7 @@ class SegmentFiles:
                 )
                 for i, b in enumerate(part)
             ]
+            touched.add(segment)
             writer.append([(head, b.payload) for head, b in zip(heads, part, strict=True)])
             entries = [
                 (
@@ -110,21 +113,41 @@ class SegmentFiles:
             with self._lock:
                 self.used += writer.size - segment.size
                 segment.size = writer.size
+                oldest = min(block.used for block in part)
+                segment.oldest_use = min(oldest, segment.oldest_use) if segment.records else oldest
                 segment.records = len(writer.records)
                 segment.identities += [identity for identity, _ in entries]
                 entries = [(i, e) for i, e in entries if self._catalog.move_locked(i, e)]
                 self._events["written_blocks"] += len(heads)
+                self._events["written_bytes"] += len(heads) * writer.head.stride
             self._durable.record(put=entries)
             if writer.size + writer.head.stride > self.segment_bytes:
                 self.seal(key)
             done += len(part)
+        return touched
 
     def seal(self, key: WriterKey) -> None:
-        writer, segment = self.writers.pop(key)
+        """Seals an open segment. One that the disk does not let be sealed stays as it is, and is tried again."""
+        self._seal(*self.writers.pop(key))
+
+    def seal_again(self) -> None:
+        """Tries again what could not be sealed."""
+        waiting, self._unsealed = self._unsealed, []
+        for writer, segment in waiting:
+            if segment.number in self.segments:
+                self._seal(writer, segment)
+            else:
+                writer.abandon()
+
+    def _seal(self, writer: SegmentWriter, segment: Segment) -> None:
         try:
             size = writer.seal()
         except WriteRefused as error:
-            # Its records are whole and stay readable; the next start scans it.
+            # Its records are whole and stay readable; at the latest the next start scans it.
+            if writer.broken:
+                writer.abandon()
+            else:
+                self._unsealed.append((writer, segment))
             self._health.failed(error)
             return
         with self._lock:
@@ -135,15 +158,35 @@ class SegmentFiles:
     def sync_block(self, identity: bytes) -> None:
         """Makes sure that the record of a block is on disk: a sealed segment is, an open one is synced."""
         entry = self._catalog.where(identity)
-        if entry is None or entry.segment is None or entry.segment.sealed:
+        if entry is not None and entry.segment is not None:
+            self.sync(entry.segment)
+
+    def sync(self, segment: Segment) -> None:
+        """Makes sure that all records of a segment are on disk. Raises `WriteRefused`."""
+        if segment.sealed or segment.synced == segment.records:
             return
-        for writer, segment in self.writers.values():
-            if segment is entry.segment:
-                if segment.synced < segment.records:
+        for key, (writer, open_segment) in self.writers.items():
+            if open_segment is segment:
+                try:
                     writer.sync()
-                    segment.synced = segment.records
+                except WriteRefused:
+                    # What the system failed to write once it may forget: a later sync would succeed and mean nothing.
+                    del self.writers[key]
+                    writer.abandon()
+                    raise
+                segment.synced = segment.records
                 return
-        raise WriteRefused(f"{entry.segment.path} could not be sealed: its records may not be on the device")
+        raise WriteRefused(f"{segment.path} could not be sealed: its records may not be on the device")
+
+    def forget(self, segment: Segment) -> None:
+        """A file that is gone. Its blocks were dropped from the catalog."""
+        for key, (writer, open_segment) in list(self.writers.items()):
+            if open_segment is segment:
+                del self.writers[key]
+                writer.abandon()
+        with self._lock:
+            if self.segments.pop(segment.number, None) is not None:
+                self.used -= segment.size
 
     def register(self, number: int, path: Path, head: SegmentHead, records: int, size: int, *, sealed: bool) -> Segment:
         traffic_class = self._classes.of_file(head.traffic_class, head.ttl)
@@ -171,7 +214,7 @@ class SegmentFiles:
             created=self._clock.now(),
             tag=secrets.randbits(64),
         )
-        writer = SegmentWriter(path, head)
+        writer = SegmentWriter(path, head, self._path)
         self.next_segment += 1
         segment = Segment(number, path, head, traffic_class, records=0, size=writer.size, sealed=False)
         with self._lock:

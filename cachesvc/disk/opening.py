@@ -14,11 +14,44 @@ from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.files import SegmentFiles
 from cachesvc.index.rocks import StoredEntry, StoredSegment
 from cachesvc.index.table import Entry, block_id
-from cachesvc.segments.format import SUFFIX, ForeignFile
-from cachesvc.segments.recover import read_head, read_segment, seal_recovered
+from cachesvc.rpc.cache_pb2 import MissReason
+from cachesvc.segments.format import SUFFIX, ForeignFile, footer_bytes
+from cachesvc.segments.recover import Found, read_head, read_segment, seal_recovered
 from cachesvc.segments.segment import Segment
 
 log = logging.getLogger("cachesvc.store")
+
+_SAY_SECONDS = 2.0
+
+
+class Progress:
+    """A line in the log every few seconds: a scan of many files takes long, and people look at it."""
+
+    def __init__(self, files: int) -> None:
+        self._files = files
+        self._done = 0
+        self._bytes = 0
+        self._started = self._said = time.monotonic()
+
+    def done(self, size: int) -> None:
+        """One file is done, of which so many bytes were read."""
+        self._done += 1
+        self._bytes += size
+        now = time.monotonic()
+        if now - self._said < _SAY_SECONDS and self._done < self._files:
+            return
+        self._said = now
+        passed = max(now - self._started, 1e-3)
+        log.info(
+            "recovered %d of %d segments from their files [%s] %.0f %%, %.0f segments/s, %.0f MB/s, %.0f s left",
+            self._done,
+            self._files,
+            ("#" * (20 * self._done // self._files)).ljust(20, "."),
+            100 * self._done / self._files,
+            self._done / passed,
+            self._bytes / passed / 1e6,
+            passed / self._done * (self._files - self._done),
+        )
 
 
 class Opening:
@@ -60,17 +93,20 @@ class Opening:
                 continue
             trusted[stored.number] = self._files.register(stored.number, path, head, records, size, sealed=True)
         untrusted = self._load_entries(trusted, entries)
-        for done, path in enumerate(unknown, 1):
-            self._recover_file(path, known.get(str(path.relative_to(self._path))), untrusted)
-            if done % 100 == 0 or done == len(unknown):
-                log.info("recovered %d of %d segments from their files", done, len(unknown))
+        progress = Progress(len(unknown))
+        for path in unknown:
+            progress.done(self._recover_file(path, known.get(str(path.relative_to(self._path))), untrusted))
         gone = [identity for identity in untrusted if self._catalog.where(identity) is None]
         if gone:
             self._durable.record(delete=gone)
         present = {str(segment.path.relative_to(self._path)) for segment in self._files.segments.values()}
-        for name, stored in known.items():
-            if name not in present:
-                self._durable.record(drop_segment=stored.number)
+        lost = [stored.number for name, stored in known.items() if name not in present]
+        if lost:
+            self._durable.record(drop_segments=lost)
+        for segment in self._files.segments.values():
+            uses = [entry.used for _, entry in self._catalog.live_locked(segment)]
+            segment.dead = segment.records - len(uses)
+            segment.oldest_use = min(uses, default=segment.oldest_use)
         log.info(
             "store %s: %d blocks in %d segments, %.2f s",
             self._path,
@@ -104,13 +140,16 @@ class Opening:
             self._catalog.insert_locked(identity, entry)
         return untrusted
 
-    def _recover_file(self, path: Path, stored: StoredSegment | None, uses: Mapping[bytes, StoredEntry]) -> None:
-        """Takes the blocks that a file holds; `uses` may know later uses of them than the file does."""
+    def _recover_file(self, path: Path, stored: StoredSegment | None, uses: Mapping[bytes, StoredEntry]) -> int:
+        """Takes the blocks that a file holds; `uses` may know later uses of them than the file does.
+
+        Returns the bytes that were read for it.
+        """
         try:
             found = read_segment(path)
         except (ForeignFile, OSError) as error:
             self._foreign(path, error)
-            return
+            return 0
         if not found.sealed:
             self._events["recovered_segments"] += 1
             try:
@@ -121,8 +160,8 @@ class Opening:
         number = stored.number if stored is not None else self._files.next_segment
         self._files.next_segment = max(self._files.next_segment, number + 1)
         segment = self._files.register(number, path, found.head, found.records, found.size, sealed=found.sealed)
-        if len(found.heads) < found.records and found.sealed:
-            self._events["corrupt_blocks"] += found.records - len(found.heads)
+        if found.scanned:
+            self._damaged(path, found)
         put = []
         for record in found.heads:
             identity = block_id(record.key, record.shard)
@@ -147,6 +186,16 @@ class Opening:
                 put.append((identity, entry))
         self._durable.record(put=put)
         self._durable.record(segment=segment)
+        return found.size if found.scanned else footer_bytes(found.records)
+
+    def _damaged(self, path: Path, found: Found) -> None:
+        """Counts the records that a scan found damaged; those whose trailer is whole are remembered by name."""
+        count = found.records - len(found.heads)
+        if count:
+            log.warning("%s: %d of %d records are damaged; the others stay in use", path, count, found.records)
+        self._events["corrupt_blocks"] += count
+        for record in found.damaged:
+            self._catalog.lost(block_id(record.key, record.shard), MissReason.CORRUPT)
 
     def _foreign(self, path: Path, error: Exception) -> None:
         self._events["foreign_files"] += 1

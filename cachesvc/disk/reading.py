@@ -68,6 +68,17 @@ class Reader:
                 yield found
             position += run
 
+    def read_each(self, wanted: Sequence[Wanted], payloads: Sequence[memoryview]) -> list[int | None]:
+        """As `read`, past blocks that cannot be served: their checksum is None."""
+        found: list[int | None] = []
+        while len(found) < len(wanted):
+            try:
+                for total in self.read(wanted[len(found) :], payloads[len(found) :]):
+                    found.append(total)
+            except BlockUnreadable:
+                found.append(None)
+        return found
+
     def _unreadable(self, item: Wanted, error: BlockUnreadable) -> None:
         log.warning("block is a miss: %s", error)
         if error.corrupt:

@@ -1,12 +1,24 @@
 """Dropping whole files, for expiry and for room; what is still wanted is written again first, in prefix order.
 
+Work is a job over the files of one slice, done in steps: a step writes again what fits into `STEP_BYTES`, and the last
+one drops the files. Housekeeping takes steps at its pace; a writer that finds no room takes all that are needed.
+
+A prefix never loses its head before its tail. Whoever uses a tail uses its head at the same time, so a head's last use
+is never earlier: what is evicted is the least recently used of a file, and what was last used no later than that goes
+with it, in whatever file it lies.
+
 Every method expects the tier's write lock.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import contextlib
+import heapq
+import logging
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClass
@@ -15,12 +27,42 @@ from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.files import NewBlock, SegmentFiles
 from cachesvc.disk.health import WriteHealth
 from cachesvc.disk.reading import Reader, Wanted
-from cachesvc.errors import BlockUnreadable, WriteRefused
+from cachesvc.errors import WriteRefused
 from cachesvc.index.table import Entry, split_id
-from cachesvc.limits import MAX_KEPT_SHARE, MAX_READ_BYTES
+from cachesvc.limits import (
+    HIGH_WATER_SEGMENTS,
+    LOW_WATER_SEGMENTS,
+    MAX_KEPT_SHARE,
+    STEP_BYTES,
+    WRITE_RETRY_SECONDS,
+)
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import SegmentHead, footer_bytes
 from cachesvc.segments.segment import Segment, page_aligned
+
+log = logging.getLogger("cachesvc.store")
+
+Placed = tuple[bytes, Entry]
+
+# Files of a slice that are dropped together.
+_MAX_JOB_SEGMENTS = 64
+
+# Files that are looked at when one is to go.
+_CANDIDATES = 8
+
+
+@dataclass
+class _Job:
+    """Files of one slice, on their way out. Each is pinned by the job."""
+
+    segments: list[Segment]
+    reason: MissReason.ValueType
+    room: int
+    """Records that may still be written again."""
+    left: deque[Placed] = field(default_factory=deque)
+    tried: set[bytes] = field(default_factory=set)
+    targets: set[Segment] = field(default_factory=set)
+    """Where what was kept lies now."""
 
 
 class Reclaimer:
@@ -48,87 +90,253 @@ class Reclaimer:
         self._clock = clock
         self._events = events
         self._lock = catalog.lock
+        self._job: _Job | None = None
+        self._trimming = False
+        self._pause_until = 0.0
+        self._stuck = False
+        """A file could not be removed."""
+
+    # ---- for writers ---------------------------------------------------------------------------------------------
 
     def make_room(self, payload_bytes: int, blocks: int, *, opens: bool) -> None:
-        """Drops the oldest segments until one more record fits; writing kept blocks again has room of its own."""
+        """Drops the oldest segments until one more record fits; writing kept blocks again has room of its own.
+
+        Raises `WriteRefused` when no room can be made.
+        """
         headroom = int(self._files.segment_bytes * MAX_KEPT_SHARE) + footer_bytes(blocks)
         one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
         need = one.offset(1) if opens else one.stride
-        while self._bytes_used() + need + headroom > self._budget:
-            with self._lock:
-                writing = {segment.number for _, segment in self._files.writers.values()}
-                idle = [s for s in self._files.segments.values() if not s.pins and s.number not in writing]
-            if idle:
-                self.reclaim(min(idle, key=lambda s: s.number), MissReason.EVICTED, kept_share=MAX_KEPT_SHARE)
-            elif any(not segment.pins for _, segment in self._files.writers.values()):
-                key = next(key for key, (_, segment) in self._files.writers.items() if not segment.pins)
-                self._files.seal(key)
-            else:
+        while (used := self._bytes_used()) + need + headroom > self._budget:
+            job, self._job = self._job or self._eviction(), None
+            if job is not None:
+                while self._advance(job):
+                    pass
+                if self._stuck:
+                    raise WriteRefused(f"store budget of {self._budget} bytes is used up ({used}): no file can go")
+            elif not self._seal_one():
                 raise WriteRefused(
-                    f"store budget of {self._budget} bytes is used up ({self._bytes_used()}) "
-                    "by blocks that are being read"
+                    f"store budget of {self._budget} bytes is used up ({used}) by blocks that are being read"
                 )
 
-    def reclaim(self, segment: Segment, reason: MissReason.ValueType, *, kept_share: float) -> None:
-        """Drops a file. Blocks used since they were written go to newer files first, at most `kept_share` of it."""
-        with self._lock:
-            segment.pins += 1
-            now = self._clock.now()
-            here = [(i, e) for i, e in self._catalog.live_locked(segment) if e.expires > now]
-        kept = [(i, e) for i, e in here if e.touched][: int(segment.records * kept_share)]
-        safe = self._write_again(segment, kept)
-        with self._lock:
-            segment.pins -= 1
-            if not safe and reason is MissReason.EXPIRED:
-                return  # what is still wanted has no other place: a later round tries again
-            for identity, entry in self._catalog.live_locked(segment):
-                self._catalog.drop_locked(identity, entry, MissReason.EXPIRED if entry.expires <= now else reason)
-            if segment.pins:
-                return  # matched meanwhile: its blocks are gone from the table, the file goes in a later round
-            del self._files.segments[segment.number]
-            self._files.used -= segment.size
-            dropped = self._catalog.gone_locked(segment.identities)
-        try:
-            segment.path.unlink(missing_ok=True)
-            segment.path.parent.rmdir()
-        except OSError:
-            pass  # the directory holds other segments, or the disk fails: the next start finds what is left
-        self._durable.record(delete=dropped, drop_segment=segment.number)
-        self._events["reclaimed_segments"] += 1
+    # ---- for housekeeping ----------------------------------------------------------------------------------------
 
-    def _write_again(self, segment: Segment, kept: list[tuple[bytes, Entry]]) -> bool:
-        """True when the new copies are on the device, so that the old ones may go."""
-        if kept and not self._health.accepts():
-            return False
-        batch = max(1, MAX_READ_BYTES // segment.head.stride)
-        for start in range(0, len(kept), batch):
-            for traffic_class, group in _by_class(kept[start : start + batch]).items():
-                blocks = []
-                for identity, entry in group:
-                    key, shard = split_id(identity)
-                    (payload,) = page_aligned(segment.head.payload_bytes, 1)
-                    try:
-                        checksum = next(self._reader.read([Wanted(key, shard, entry)], [payload]))
-                    except BlockUnreadable:
-                        continue
-                    blocks.append(NewBlock(key, shard, payload, checksum, entry.created, entry.used))
-                try:
-                    self._files.append(group[0][1].shape, traffic_class, blocks, make_room=None)
-                    self._events["rewritten_blocks"] += len(blocks)
-                except WriteRefused as error:
-                    self._health.failed(error)
+    def step(self) -> int | None:
+        """One bounded piece of work: bytes that were written again, or None when there is nothing to do now."""
+        if self._job is None:
+            if self._clock.monotonic() < self._pause_until:
+                return None
+            self._job = self._expiry() or self._trim()
+        if self._job is None:
+            return None
+        before = self._events["rewritten_bytes"]
+        if not self._advance(self._job):
+            self._job = None
+        return self._events["rewritten_bytes"] - before
+
+    def stop(self) -> None:
+        """Gives up what is under way; it is begun again at the next start."""
+        if self._job is not None:
+            self._release(self._job)
+            self._job = None
+
+    # ---- inside: what goes next ----------------------------------------------------------------------------------
+
+    def _expiry(self) -> _Job | None:
+        """The files of the first slice that is over."""
+        now = self._clock.now()
+        with self._lock:
+            due = [s for s in self._files.segments.values() if s.head.slice_end <= now and not s.pins]
+            if not due:
+                return None
+        first = _slice(min(due, key=lambda s: (s.head.slice_end, s.number)))
+        return self._begin([s for s in due if _slice(s) == first][:_MAX_JOB_SEGMENTS], MissReason.EXPIRED)
+
+    def _trim(self) -> _Job | None:
+        """The next file to go between the high and the low water mark."""
+        water = LOW_WATER_SEGMENTS if self._trimming else HIGH_WATER_SEGMENTS
+        self._trimming = self._bytes_used() > self._budget - int(water * self._files.segment_bytes)
+        return self._eviction() if self._trimming else None
+
+    def _eviction(self) -> _Job | None:
+        """One of the files whose blocks were used the longest ago: the first of them that gains enough room."""
+        with self._lock:
+            writing = {segment.number for _, segment in self._files.writers.values()}
+            idle = [s for s in self._files.segments.values() if not s.pins and s.number not in writing]
+        best: _Job | None = None
+        for segment in heapq.nsmallest(_CANDIDATES, idle, key=lambda s: (s.oldest_use, s.number)):
+            job = self._begin([segment], MissReason.EVICTED)
+            if best is None or len(job.left) < len(best.left):
+                best, job = job, best
+            if job is not None:
+                self._release(job)
+            if len(best.left) <= MAX_KEPT_SHARE * segment.records:
+                break
+        if best is not None and len(best.left) > best.room:  # all are in use: the less recently used half of one goes
+            order = sorted(range(len(best.left)), key=lambda i: (-best.left[i][1].used, i))[: best.room]
+            best.left = deque(best.left[i] for i in sorted(order))
+        return best
+
+    def _begin(self, segments: list[Segment], reason: MissReason.ValueType) -> _Job:
+        share = 1.0 if reason is MissReason.EXPIRED else MAX_KEPT_SHARE
+        job = _Job(segments, reason, int(share * sum(s.records for s in segments)))
+        with self._lock:
+            for segment in segments:
+                segment.pins += 1
+        job.left.extend(self._wanted(job))
+        return job
+
+    def _seal_one(self) -> bool:
+        key = next((key for key, (_, segment) in self._files.writers.items() if not segment.pins), None)
+        if key is not None:
+            self._files.seal(key)
+        return key is not None
+
+    def _wanted(self, job: _Job) -> list[Placed]:
+        """What is to be written again, in prefix order: for expiry all that is fresh, for room what was used since."""
+        now = self._clock.now()
+        found: list[Placed] = []
+        for segment in job.segments:
+            with self._lock:  # for one file at a time: look-ups wait for it
+                found += [
+                    (identity, entry)
+                    for identity, entry in self._catalog.live_locked(segment)
+                    if entry.expires > now
+                    and (entry.touched or job.reason is MissReason.EXPIRED)
+                    and identity not in job.tried
+                ]
+        return found
+
+    # ---- inside: carrying it out ---------------------------------------------------------------------------------
+
+    def _advance(self, job: _Job) -> bool:
+        """One step; False when the job is over."""
+        if job.left:
+            stride = job.segments[0].head.stride
+            batch = [job.left.popleft() for _ in range(min(len(job.left), max(1, STEP_BYTES // stride)))]
+            job.tried.update(identity for identity, _ in batch)
+            job.room -= len(batch)
+            if not self._write_again(job, batch):
+                if job.reason is MissReason.EXPIRED:
+                    self._put_off(job)  # what is still wanted has no other place: a later round tries again
                     return False
+                job.left.clear()
+            return True
+        if self._health.accepts():
+            job.left.extend(self._wanted(job)[: max(0, job.room)])
+        if job.left:
+            return True  # used meanwhile
+        if not self._sync(job.targets) and job.reason is MissReason.EXPIRED:
+            self._put_off(job)
+            return False
+        self._drop(job)
+        return False
+
+    def _write_again(self, job: _Job, batch: list[Placed]) -> bool:
+        """False when the disk refuses."""
+        if not self._health.accepts():
+            return False
+        for traffic_class, group in _by_class(batch).items():
+            payloads = page_aligned(job.segments[0].head.payload_bytes, len(group))
+            wanted = [Wanted(*split_id(identity), entry) for identity, entry in group]
+            blocks = [
+                NewBlock(item.key, item.shard, payload, total, item.entry.created, item.entry.used)
+                for item, payload, total in zip(wanted, payloads, self._reader.read_each(wanted, payloads), strict=True)
+                if total is not None
+            ]
+            try:
+                job.targets |= self._files.append(group[0][1].shape, traffic_class, blocks, make_room=None)
+            except WriteRefused as error:
+                self._health.failed(error)
+                return False
+            self._events["rewritten_blocks"] += len(blocks)
+            self._events["rewritten_bytes"] += len(blocks) * job.segments[0].head.stride
+        return True
+
+    def _sync(self, segments: Iterable[Segment]) -> bool:
+        """True when the new copies are on the device, so that the old ones may go."""
         try:
-            for identity, _ in kept:
-                self._files.sync_block(identity)
+            for segment in segments:
+                self._files.sync(segment)
         except WriteRefused as error:
             self._health.failed(error)
             return False
         return True
 
+    def _drop(self, job: _Job) -> None:
+        self._release(job)
+        now = self._clock.now()
+        last_use = -1.0
+        for segment in job.segments:
+            with self._lock:
+                for identity, entry in list(self._catalog.live_locked(segment)):
+                    last_use = max(last_use, entry.used)
+                    reason = MissReason.EXPIRED if entry.expires <= now else job.reason
+                    self._catalog.drop_locked(identity, entry, reason)
+        with self._lock:  # matched meanwhile: its blocks are gone from the table, the file goes in a later round
+            idle = [segment for segment in job.segments if not segment.pins]
+        gone = [segment for segment in idle if self._unlink(segment.path)]
+        self._stuck = len(gone) < len(idle)
+        if self._stuck:
+            self._pause_until = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        dropped: list[bytes] = []
+        for segment in gone:
+            self._files.forget(segment)
+            with self._lock:
+                dropped += self._catalog.gone_locked(segment.identities)
+        with self._lock:
+            others = list(self._files.segments.values())
+        where = _slice(job.segments[0])
+        if gone and not any(_slice(other) == where for other in others):
+            _remove_directory(job.segments[0].path.parent)
+        self._durable.record(delete=dropped, drop_segments=[segment.number for segment in gone])
+        self._events["reclaimed_segments"] += len(gone)
+        if job.reason is MissReason.EVICTED:
+            self._drop_tails(last_use)
 
-def _by_class(entries: Iterable[tuple[bytes, Entry]]) -> dict[TrafficClass, list[tuple[bytes, Entry]]]:
-    groups: dict[TrafficClass, list[tuple[bytes, Entry]]] = defaultdict(list)
+    def _drop_tails(self, last_use: float) -> None:
+        """Drops what was used no later than what has just gone, in other files: the ends of prefixes that were cut."""
+        with self._lock:
+            others = [s for s in self._files.segments.values() if s.oldest_use <= last_use and s.dead < s.records]
+        for segment in others:
+            with self._lock:
+                live = list(self._catalog.live_locked(segment))
+                for identity, entry in live:
+                    if entry.used <= last_use:
+                        self._catalog.drop_locked(identity, entry, MissReason.EVICTED)
+                        self._events["dropped_tails"] += 1
+                segment.oldest_use = min((e.used for _, e in live if e.used > last_use), default=segment.oldest_use)
+
+    def _unlink(self, path: Path) -> bool:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._events["unlink_errors"] += 1
+            log.warning("cannot remove %s: %s", path, error.strerror)
+            return False
+        return True
+
+    def _put_off(self, job: _Job) -> None:
+        self._release(job)
+        self._pause_until = self._clock.monotonic() + WRITE_RETRY_SECONDS
+
+    def _release(self, job: _Job) -> None:
+        with self._lock:
+            for segment in job.segments:
+                segment.pins -= 1
+
+
+def _slice(segment: Segment) -> tuple[str, str, int]:
+    """What the files of one directory share."""
+    return segment.head.namespace, segment.head.traffic_class, segment.head.slice_end
+
+
+def _remove_directory(path: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else's file lies there, or the disk fails: it does no harm
+        path.rmdir()
+
+
+def _by_class(entries: Iterable[Placed]) -> dict[TrafficClass, list[Placed]]:
+    groups: dict[TrafficClass, list[Placed]] = defaultdict(list)
     for identity, entry in entries:
         groups[entry.traffic_class].append((identity, entry))
     return groups

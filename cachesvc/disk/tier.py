@@ -15,7 +15,6 @@ states too and is held for memory operations only, so that look-ups never wait f
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,15 +29,23 @@ from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.files import NewBlock, SegmentFiles
 from cachesvc.disk.health import WriteHealth
 from cachesvc.disk.opening import Opening
+from cachesvc.disk.pace import Pace
+from cachesvc.disk.place import Place
 from cachesvc.disk.reading import Reader, Wanted
 from cachesvc.disk.reclaim import Reclaimer
+from cachesvc.disk.scrub import Scrubber
 from cachesvc.errors import StoreUnusable, WriteRefused
 from cachesvc.index.table import Entry, block_id
-from cachesvc.limits import SAVE_TOUCHES_SECONDS
+from cachesvc.limits import (
+    DEFAULT_REWRITE_RATE,
+    DEFAULT_SCRUB_RATE,
+    HOUSEKEEPING_SECONDS,
+    SAVE_TOUCHES_SECONDS,
+)
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
 from cachesvc.segments.segment import Segment
-from cachesvc.store_dir import lock_store, next_epoch, write_atomically
+from cachesvc.store_dir import next_epoch, write_atomically
 
 log = logging.getLogger("cachesvc.store")
 
@@ -54,18 +61,24 @@ class DiskTier:
         classes: TrafficClasses,
         clock: Clock,
         events: Counter[str],
+        rewrite_rate: int = DEFAULT_REWRITE_RATE,
+        scrub_rate: int = DEFAULT_SCRUB_RATE,
     ) -> None:
-        """Opens the store, taking its lock and recovering what a crash left. Raises `StoreLocked`, `StoreUnusable`."""
+        """Opens the store, taking its lock and recovering what a crash left. Raises `StoreLocked`, `StoreUnusable`.
+
+        The rates, in bytes per second, bound what housekeeping writes again, and what it reads to find damage.
+        """
         self.path = path
         self.budget = budget
         self.catalog = catalog
         self._clock = clock
+        self._events = events
         self._lock = catalog.lock
         self._writing = threading.Lock()
         self._index_bytes = 0
         self._save_at = 0.0
         self._health = WriteHealth(clock, events)
-        self._lock_file = lock_store(path)
+        self._place = Place(path)
         try:
             names = next_epoch(path)
             self._durable = DurableIndex(path, clock, events)
@@ -83,7 +96,7 @@ class DiskTier:
             known, entries = self._durable.load()
             Opening(path, catalog, self._files, self._durable, classes, events).run(known, entries)
         except OSError as error:
-            os.close(self._lock_file)
+            self._place.close()
             raise StoreUnusable(f"store {path}: {error.strerror}; check the directory and its disk") from error
         self._reader = Reader(catalog, events)
         self._reclaimer = Reclaimer(
@@ -97,6 +110,9 @@ class DiskTier:
             clock=clock,
             events=events,
         )
+        self._scrubber = Scrubber(path, catalog, self._files, self._reader, clock, events)
+        self._rewrite_pace = Pace(clock, rewrite_rate)
+        self._scrub_pace = Pace(clock, scrub_rate)
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
@@ -156,34 +172,42 @@ class DiskTier:
 
     # ---- housekeeping --------------------------------------------------------------------------------------------
 
-    def maintain(self) -> None:
-        """One round of housekeeping: seals and expires slices whose time has come, saves use times."""
+    def maintain(self) -> float:
+        """One round of housekeeping. Returns the seconds until the next is wanted: few while work waits for its pace.
+
+        Seals and expires slices whose time has come, makes room before writers need it, saves use times, looks for
+        damage, and mends what failed.
+        """
         with self._writing:
+            if not self._place.is_ours():
+                self._begin_anew()
+            self._health.probe(self.path)
+            if self._health.accepts():
+                self._files.seal_again()
             if self._durable.mend_is_due():
                 self._mend_index()
             now = self._clock.now()
             for key, (_, segment) in list(self._files.writers.items()):
                 if segment.head.slice_end <= now:
                     self._files.seal(key)
-            with self._lock:
-                due = [s for s in self._files.segments.values() if s.head.slice_end <= now and not s.pins]
-            for segment in due:
-                self._reclaimer.reclaim(segment, MissReason.EXPIRED, kept_share=1.0)
             if self._clock.monotonic() >= self._save_at:
                 self._save_at = self._clock.monotonic() + SAVE_TOUCHES_SECONDS
                 self._save_touches()
             self._index_bytes = self._durable.measure()
+        return min(self._reclaim(), self._scrub(), HOUSEKEEPING_SECONDS)
 
     def close(self) -> None:
         """Seals what is open and closes the index. The store is clean on disk afterwards."""
         with self._writing:
+            self._scrubber.save(always=True)
+            self._reclaimer.stop()
             for key in list(self._files.writers):
                 self._files.seal(key)
             self._save_touches()
             if self._durable.fault:
                 self._mend_index()
             self._durable.close()
-            os.close(self._lock_file)
+            self._place.close()
 
     # ---- what reports show ---------------------------------------------------------------------------------------
 
@@ -193,6 +217,18 @@ class DiskTier:
         return self._files.used + self._index_bytes
 
     @property
+    def dead_bytes(self) -> int:
+        """Bytes of records that nobody can ask for any more, in files that are still there."""
+        with self._lock:
+            return sum(segment.dead * segment.head.stride for segment in self._files.segments.values())
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes of records written since the start, by those of new blocks."""
+        written, again = self._events["written_bytes"], self._events["rewritten_bytes"]
+        return written / (written - again) if written > again else 1.0
+
+    @property
     def health(self) -> str:
         return str(self._health)
 
@@ -200,7 +236,43 @@ class DiskTier:
     def segments(self) -> int:
         return len(self._files.segments)
 
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _reclaim(self) -> float:
+        """Takes steps of expiry and of making room, as many as the pace allows: seconds until there may be more."""
+        while not (wait := self._rewrite_pace.wait()):
+            with self._writing:
+                written = self._reclaimer.step()
+            if written is None:
+                return HOUSEKEEPING_SECONDS
+            self._rewrite_pace.spend(written)
+        return wait
+
+    def _scrub(self) -> float:
+        while not (wait := self._scrub_pace.wait()):
+            read = self._scrubber.step()
+            if not read:
+                wait = HOUSEKEEPING_SECONDS
+                break
+            self._scrub_pace.spend(read)
+        self._scrubber.save()
+        return wait
+
     # ---- inside, under `_writing` --------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        """The directory was deleted underneath: what is gone is forgotten, and a new one is begun where it was."""
+        self._health.failed(WriteRefused(f"the store's directory {self.path} was deleted or replaced"))
+        if not self._place.take_again():
+            return
+        lost = [segment for segment in list(self._files.segments.values()) if not segment.path.exists()]
+        log.warning("the store's directory was deleted: %d of its files are gone, it is begun anew", len(lost))
+        for segment in lost:
+            with self._lock:
+                for identity, entry in list(self.catalog.live_locked(segment)):
+                    self.catalog.drop_locked(identity, entry, MissReason.CORRUPT)
+            self._files.forget(segment)
+        self._mend_index()
 
     def _mend_index(self) -> None:
         self._durable.mend(list(self._files.segments.values()), self.catalog)

@@ -12,8 +12,10 @@ recorded as sealed has all its blocks recorded.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from rocksdict import Options, Rdict, WriteBatch
+from rocksdict import AccessType, Options, Rdict, WriteBatch
 
 from cachesvc.index.table import Entry
 from cachesvc.segments.segment import Segment
@@ -31,10 +33,15 @@ log = logging.getLogger("cachesvc.store")
 _VERSION: Final = b"2"
 _ENTRY: Final = struct.Struct("<IIQQQB")
 _NUMBER: Final = struct.Struct(">I")
+_UNWRITABLE: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
 class IndexDamaged(Exception):
     """The index cannot be opened or read, or is of another version. The store rebuilds it."""
+
+
+class IndexUnwritable(IndexDamaged):
+    """The disk is full or read-only. What the index holds is good, and can be read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class StoredSegment:
 class RocksIndex:
     """Not thread-safe for writes: the store's write lock covers them. Methods raise `IndexDamaged`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_write_buffer_size(16 << 20)
@@ -66,12 +73,14 @@ class RocksIndex:
         options.set_keep_log_file_num(2)
         self.path = path
         try:
-            self._db = Rdict(str(path), options)
+            access = AccessType.read_only() if read_only else AccessType.read_write()
+            self._db = Rdict(str(path), options, access_type=access)
             version = self._db.get(b"v")
-            if version is None:
+            if version is None and not read_only:
                 self._db[b"v"] = _VERSION
         except Exception as error:
-            raise IndexDamaged(str(error)) from error
+            unwritable = not read_only and any(why in str(error) for why in _UNWRITABLE)
+            raise (IndexUnwritable if unwritable else IndexDamaged)(str(error)) from error
         if version not in (None, _VERSION):
             self._db.close()
             raise IndexDamaged(f"version {version!r}, this build reads {_VERSION!r}")
@@ -107,7 +116,7 @@ class RocksIndex:
         put: Iterable[tuple[bytes, Entry]] = (),
         delete: Iterable[bytes] = (),
         segment: tuple[Segment, str] | None = None,
-        drop_segment: int | None = None,
+        drop_segments: Iterable[int] = (),
     ) -> None:
         """One atomic batch. `segment` comes with its path relative to the store, and after the blocks in it."""
         batch = WriteBatch(raw_mode=True)
@@ -131,8 +140,8 @@ class RocksIndex:
             state, path = segment
             fields = {"path": path, "sealed": state.sealed, "size": state.size}
             batch.put(b"s" + _NUMBER.pack(state.number), json.dumps(fields).encode())
-        if drop_segment is not None:
-            batch.delete(b"s" + _NUMBER.pack(drop_segment))
+        for number in drop_segments:
+            batch.delete(b"s" + _NUMBER.pack(number))
         try:
             self._db.write(batch)
         except Exception as error:

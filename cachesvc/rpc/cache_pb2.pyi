@@ -914,6 +914,8 @@ class ReportReply(google.protobuf.message.Message):
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     ARENA_USED_BYTES_FIELD_NUMBER: builtins.int
     ARENA_DIRTY_BYTES_FIELD_NUMBER: builtins.int
+    DEAD_BYTES_FIELD_NUMBER: builtins.int
+    WRITE_AMPLIFICATION_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     version: builtins.str
     uptime_seconds: builtins.float
@@ -934,6 +936,10 @@ class ReportReply(google.protobuf.message.Message):
     """in slots, of any state"""
     arena_dirty_bytes: builtins.int
     """committed, not yet on disk"""
+    dead_bytes: builtins.int
+    """of store_bytes: records that nobody can ask for any more"""
+    write_amplification: builtins.float
+    """bytes of records written since the start, by those of new blocks"""
     @property
     def lookups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupRow]: ...
     @property
@@ -964,8 +970,10 @@ class ReportReply(google.protobuf.message.Message):
         arena_bytes: builtins.int = ...,
         arena_used_bytes: builtins.int = ...,
         arena_dirty_bytes: builtins.int = ...,
+        dead_bytes: builtins.int = ...,
+        write_amplification: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_dirty_bytes", b"arena_dirty_bytes", "arena_used_bytes", b"arena_used_bytes", "attachments", b"attachments", "blocks", b"blocks", "boot_id", b"boot_id", "classes", b"classes", "events", b"events", "health", b"health", "lookups", b"lookups", "read_leases", b"read_leases", "segments", b"segments", "staged_bytes", b"staged_bytes", "store_budget_bytes", b"store_budget_bytes", "store_bytes", b"store_bytes", "store_path", b"store_path", "uptime_seconds", b"uptime_seconds", "version", b"version", "write_leases", b"write_leases"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_dirty_bytes", b"arena_dirty_bytes", "arena_used_bytes", b"arena_used_bytes", "attachments", b"attachments", "blocks", b"blocks", "boot_id", b"boot_id", "classes", b"classes", "dead_bytes", b"dead_bytes", "events", b"events", "health", b"health", "lookups", b"lookups", "read_leases", b"read_leases", "segments", b"segments", "staged_bytes", b"staged_bytes", "store_budget_bytes", b"store_budget_bytes", "store_bytes", b"store_bytes", "store_path", b"store_path", "uptime_seconds", b"uptime_seconds", "version", b"version", "write_amplification", b"write_amplification", "write_leases", b"write_leases"]) -> None: ...
 
 Global___ReportReply: typing_extensions.TypeAlias = ReportReply
 

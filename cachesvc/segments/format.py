@@ -6,9 +6,10 @@
 
 * header, one 4 KiB page: magic 8 ‖ version u16 ‖ zero u16 ‖ JSON length u32 ‖ JSON ‖ zeros ‖ xxh3_64 of the page's rest
 * records of one size each (see `cachesvc.record`)
-* only in a sealed segment: one 48-byte entry per record (key 16 ‖ shard u32 ‖ zero u32 ‖ created µs ‖ used µs ‖ payload
-  checksum), and a 40-byte tail: magic 8 ‖ version u32 ‖ count u32 ‖ segment tag u64 ‖ xxh3_64 of the entries ‖ xxh3_64
-  of the tail's rest. The file ends there. A file with no valid tail is unsealed: it is scanned.
+* only in a sealed segment: one 48-byte entry per record (key 16 ‖ shard u32 ‖ damaged u32 ‖ created µs ‖ used µs ‖
+  payload checksum; all zero but `damaged` for a record that was found damaged before), and a 40-byte tail: magic 8 ‖
+  version u32 ‖ count u32 ‖ segment tag u64 ‖ xxh3_64 of the entries ‖ xxh3_64 of the tail's rest. The file ends there.
+  A file with no valid tail is unsealed: it is scanned.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from __future__ import annotations
 import functools
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
+from cachesvc.classes import slice_width
 from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
 
 VERSION: Final = 2
@@ -27,6 +30,7 @@ _HEAD_MAGIC: Final = b"CSVSEG\x00\x01"
 _HALF: Final = PAGE // 2  # of the header page: it holds two copies, so that damage to one costs nothing
 _HEAD: Final = struct.Struct("<8sHHI")
 _ENTRY: Final = struct.Struct("<16sIIQQQ")
+_DAMAGED: Final = _ENTRY.pack(bytes(16), 0, 1, 0, 0, 0)
 _TAIL_MAGIC: Final = b"CSVEND\x00\x01"
 _TAIL: Final = struct.Struct("<8sIIQQ")
 _SUM: Final = struct.Struct("<Q")
@@ -70,6 +74,11 @@ class SegmentHead:
     def stride(self) -> int:
         return record_bytes(self.payload_bytes)
 
+    @property
+    def oldest_use(self) -> float:
+        """No block with an earlier use belongs into this slice."""
+        return self.slice_end - slice_width(self.ttl) - self.ttl
+
     def offset(self, number: int) -> int:
         return PAGE + number * self.stride
 
@@ -101,9 +110,13 @@ def decode_head(page: bytes) -> SegmentHead:
     return SegmentHead(**fields)
 
 
-def encode_footer(head: SegmentHead, records: list[RecordHead]) -> bytes:
+def encode_footer(head: SegmentHead, records: Sequence[RecordHead | None]) -> bytes:
+    """One entry for each record slot; None is one whose record is damaged."""
     entries = b"".join(
-        _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum) for r in records
+        _DAMAGED
+        if r is None
+        else _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum)
+        for r in records
     )
     tail = _TAIL.pack(_TAIL_MAGIC, VERSION, len(records), head.tag, checksum(entries))
     return entries + tail + _SUM.pack(checksum(tail))
@@ -129,11 +142,12 @@ def footer_bytes(count: int) -> int:
 
 
 def decode_footer(head: SegmentHead, footer: bytes) -> list[RecordHead] | None:
-    """The records a footer lists, or None when it is damaged."""
+    """The records a footer lists as undamaged, or None when it is damaged itself."""
     entries, tail = footer[:-TAIL_BYTES], footer[-TAIL_BYTES:]
     if _TAIL.unpack(tail[: _TAIL.size])[4] != checksum(entries):
         return None
     return [
         RecordHead(key, shard, head.payload_bytes, number, created / 1e6, used / 1e6, head.tag, payload_sum)
-        for number, (key, shard, _, created, used, payload_sum) in enumerate(_ENTRY.iter_unpack(entries))
+        for number, (key, shard, damaged, created, used, payload_sum) in enumerate(_ENTRY.iter_unpack(entries))
+        if not damaged
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cachesvc.record import PAGE, TRAILER_BYTES, RecordHead, checksum, decode_trailer
@@ -21,13 +21,18 @@ from cachesvc.segments.format import (
 
 @dataclass(frozen=True)
 class Found:
-    """`records` is the number of record slots in the file; `heads` lists those that are whole (all, unless damaged)."""
+    """`records` is the number of record slots in the file; `heads` lists those that are whole (all, unless damaged).
+
+    `damaged` lists those of which only the trailer is whole. `scanned`: every record was read and checked.
+    """
 
     head: SegmentHead
     heads: list[RecordHead]
     records: int
     size: int
     sealed: bool
+    damaged: tuple[RecordHead, ...] = ()
+    scanned: bool = False
 
 
 def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
@@ -54,29 +59,29 @@ def read_segment(path: Path) -> Found:
         # Only the tail of an unsealed segment can be torn, but bits can flip anywhere: every record is checked whole.
         slots = head.records_in(size) if count is None else count
         heads = []
+        damaged: list[RecordHead] = []
         for number in range(slots):
             file.seek(head.offset(number))
             record = memoryview(file.read(head.stride))
             found = decode_trailer(record[-TRAILER_BYTES:]) if len(record) == head.stride else None
-            if (
-                found is not None
-                and (found.number, found.segment_tag, found.payload_bytes) == (number, head.tag, head.payload_bytes)
-                and checksum(record[: found.payload_bytes]) == found.checksum
+            if found is not None and (found.number, found.segment_tag, found.payload_bytes) == (
+                number,
+                head.tag,
+                head.payload_bytes,
             ):
-                heads.append(found)
-    return Found(head, heads, slots, size, sealed=count is not None)
+                whole = checksum(record[: found.payload_bytes]) == found.checksum
+                (heads if whole else damaged).append(found)
+    return Found(head, heads, slots, size, sealed=count is not None, damaged=tuple(damaged), scanned=True)
 
 
 def seal_recovered(path: Path, found: Found) -> Found:
     """Cuts the torn end of an unsealed segment and seals it: it is immutable from now on. Raises `OSError`.
 
-    Only when every slot up to the last whole record is whole; otherwise the file stays as it is (and is scanned again
-    at the next start), because a footer cannot list a hole.
+    Damaged records before the last whole one stay where they are; the footer says that they are none.
     """
-    if [head.number for head in found.heads] != list(range(len(found.heads))):
-        return found
-    count = len(found.heads)
-    footer = encode_footer(found.head, found.heads)
+    by_number = {head.number: head for head in found.heads}
+    count = max(by_number, default=-1) + 1
+    footer = encode_footer(found.head, [by_number.get(number) for number in range(count)])
     with path.open("r+b", buffering=0) as file:
         file.truncate(found.head.offset(count))
         file.seek(found.head.offset(count))
@@ -84,4 +89,4 @@ def seal_recovered(path: Path, found: Found) -> Found:
         os.fdatasync(file.fileno())
     if written != len(footer):
         raise OSError(f"wrote {written} of {len(footer)} bytes of the footer of {path}")
-    return Found(found.head, found.heads, count, found.head.offset(count) + len(footer), sealed=True)
+    return replace(found, records=count, size=found.head.offset(count) + len(footer), sealed=True)

@@ -8,6 +8,7 @@ cut off again, so that the numbering of records stays dense.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,13 @@ _IOV_MAX = 512
 class SegmentWriter:
     """One open segment; used by one thread at a time. Every method raises `WriteRefused` when the device fails."""
 
-    def __init__(self, path: Path, head: SegmentHead) -> None:
+    def __init__(self, path: Path, head: SegmentHead, root: Path | None = None) -> None:
+        """`root` is the store's directory: those from there down to the file are synced with it for the first time."""
         self.path = path
+        self.broken = False
+        """A sync failed: what was written before may be lost, whatever a later one says."""
+        below = len(path.relative_to(root).parts) if root is not None else 1
+        self._unsynced = list(path.parents[:below])
         self.head = head
         self.records: list[RecordHead] = []
         try:
@@ -58,25 +64,40 @@ class SegmentWriter:
     def sync(self) -> None:
         """Returns when everything appended, and the file's name, survive a loss of power."""
         try:
-            os.fdatasync(self._descriptor)
-            sync_directory(self.path.parent)
+            self._sync()
         except OSError as error:
             raise WriteRefused(f"cannot sync {self.path}: {error.strerror}") from error
 
     def seal(self) -> int:
-        """Writes the footer, syncs and closes. Returns the file's size. The writer is spent, also when this raises."""
+        """Writes the footer, syncs and closes. Returns the size. After a failure `seal` or `abandon` may follow."""
         footer = encode_footer(self.head, self.records)
         size = self.size
         try:
             _write(self._descriptor, [footer], size)
-            os.fdatasync(self._descriptor)
-            sync_directory(self.path.parent)
+            self._sync()
         except OSError as error:
             self._cut()
             raise WriteRefused(f"cannot seal {self.path}: {error.strerror}") from error
-        finally:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
         return size + len(footer)
+
+    def abandon(self) -> None:
+        """Closes the file as it is."""
+        os.close(self._descriptor)
+
+    def _sync(self) -> None:
+        if self.broken:
+            raise OSError(errno.EIO, "an earlier sync failed")
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self.broken = True
+            raise
+        if not os.fstat(self._descriptor).st_nlink:
+            raise OSError(errno.ENOENT, "it was deleted")
+        while self._unsynced:  # nearest first, and again after a failure
+            sync_directory(self._unsynced[0])
+            del self._unsynced[0]
 
     def _cut(self) -> None:
         # If this fails too, the scan at the next start cuts what is not a whole record; the index never points there.

@@ -142,6 +142,7 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     def fails(**_: object) -> None:
         raise IndexDamaged("No space left on device")
 
+    assert index is not None
     index.write = fails  # type: ignore[method-assign]
     clock.advance(2.5 * DAY)
     store.touch([identities], AGENT, None)
@@ -149,7 +150,7 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     assert store.events["index_errors"] == 1
     clock.advance(10)
     store.maintain()
-    assert store.disk._durable._index is not index
+    assert store.disk._durable._index is not index and not store.disk._durable.fault
     store.close()
     clock.advance(0.7 * DAY)
     again = make_store(tmp_path / "store", clock)

@@ -136,9 +136,25 @@ def test_a_payload_size_that_changed_over_a_restart_is_stored_anew(
 def test_a_store_deleted_underneath_ends_cleanly(filled: Daemon, namespace: Namespace, keys: list[bytes]) -> None:
     shutil.rmtree(filled.store)
     with attached(filled, namespace) as client:
-        assert client.report().blocks == 6
+        wait_until(lambda: client.report().blocks == 0)  # what is gone is forgotten
     assert filled.stop() == 0
     assert "Traceback" not in filled.log.read_text()
+
+
+def test_a_store_deleted_underneath_refuses_writes_and_is_begun_anew(
+    filled: Daemon, namespace: Namespace, keys: list[bytes], payloads: list[bytes]
+) -> None:
+    shutil.rmtree(filled.store)
+    with attached(filled, namespace) as client:
+        more = chain_keys(namespace, range(7_000, 7_000 + 128))
+        assert client.save(more, payloads[:1], durable=True) != [pb.CommitState.STORED]
+        wait_until(lambda: client.report().blocks == 0 and client.report().health == "ok")
+        assert client.report().events["write_refusals"] >= 1
+        assert client.save(keys, payloads, durable=True) == [pb.CommitState.STORED] * 6
+    filled.kill()
+    filled.start()
+    with attached(filled, namespace) as client:
+        assert client.fetch(keys) == payloads
 
 
 @pytest.mark.parametrize("cut", [1, TRAILER_BYTES, STRIDE - 1, STRIDE, STRIDE + 1])
