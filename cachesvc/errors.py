@@ -9,6 +9,7 @@
     ├── StoreUnusable               exit 5   the store's directory cannot be used
     ├── DaemonUnreachable           exit 6   the CLI got no answer
     ├── TraceError                  exit 7   a trace cannot be read, or not in the way asked for
+    ├── StoreDamaged                exit 8   `fsck` found damage and left it
     ├── CallError                   what a client did wrong, or may not have now (mapped to gRPC status codes)
     │   ├── InvalidCall             malformed or over a limit
     │   ├── StaleAttachment         of another boot
@@ -50,6 +51,10 @@ class DaemonUnreachable(CacheError):
 
 class TraceError(CacheError):
     exit_code = 7
+
+
+class StoreDamaged(CacheError):
+    exit_code = 8
 
 
 class CallError(CacheError):

@@ -13,7 +13,7 @@ import typer
 from cachesvc import __version__
 from cachesvc.errors import CacheError
 
-COMMANDS: Final = ("serve", "config", "report", "record", "replay", "plan", "workload", "status", "bench")
+COMMANDS: Final = ("serve", "config", "report", "record", "replay", "plan", "workload", "status", "fsck", "bench")
 """Each is a function of that name in a module of that name."""
 
 # typer comes with a click of its own, or uses the one that is installed: this names the class of either.

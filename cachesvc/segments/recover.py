@@ -56,10 +56,17 @@ def read_segment(path: Path) -> Found:
             heads = decode_footer(head, file.read(footer_bytes(count)))
             if heads is not None:
                 return Found(head, heads, count, size, sealed=True)
-        # Only the tail of an unsealed segment can be torn, but bits can flip anywhere: every record is checked whole.
-        slots = head.records_in(size) if count is None else count
-        heads = []
-        damaged: list[RecordHead] = []
+    # Only the tail of an unsealed segment can be torn, but bits can flip anywhere: every record is checked whole.
+    slots = head.records_in(size) if count is None else count
+    heads, damaged = scan(path, head, slots)
+    return Found(head, heads, slots, size, sealed=count is not None, damaged=tuple(damaged), scanned=True)
+
+
+def scan(path: Path, head: SegmentHead, slots: int) -> tuple[list[RecordHead], list[RecordHead]]:
+    """Reads `slots` records whole: those that are good, and those of which only the trailer is. Raises `OSError`."""
+    heads: list[RecordHead] = []
+    damaged: list[RecordHead] = []
+    with path.open("rb", buffering=0) as file:
         for number in range(slots):
             file.seek(head.offset(number))
             record = memoryview(file.read(head.stride))
@@ -71,7 +78,7 @@ def read_segment(path: Path) -> Found:
             ):
                 whole = checksum(record[: found.payload_bytes]) == found.checksum
                 (heads if whole else damaged).append(found)
-    return Found(head, heads, slots, size, sealed=count is not None, damaged=tuple(damaged), scanned=True)
+    return heads, damaged
 
 
 def seal_recovered(path: Path, found: Found) -> Found:
