@@ -71,6 +71,17 @@ class Flusher:
         finally:
             self._arena.unpin(slots)
 
+    def drain(self) -> None:
+        """Writes what is queued now, in the caller's thread, as far as the disk takes it."""
+        with self._wake:
+            batch = list(self._queue)
+            self._queue.clear()
+            self._queued_bytes = 0
+        left = self._flush_what_can_be([identity for identity, _ in batch])
+        sizes = dict(batch)
+        for identity in left:
+            self.add([identity], sizes[identity])
+
     def close(self) -> None:
         """Writes what is queued, as far as the disk takes it, and ends the thread."""
         with self._wake:
@@ -78,6 +89,8 @@ class Flusher:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+        else:
+            self.drain()
 
     def _verified(self, slot: Slot) -> Entry | None:
         """The entry of a block that is still to be written, with its checksum known; a damaged block is dropped."""

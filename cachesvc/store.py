@@ -46,8 +46,12 @@ class Store:
         clock: Clock,
         rewrite_rate: int = DEFAULT_REWRITE_RATE,
         scrub_rate: int = DEFAULT_SCRUB_RATE,
+        background: bool = True,
     ) -> None:
-        """Raises `StoreLocked`, `StoreUnusable` or `ConfigError`."""
+        """Raises `StoreLocked`, `StoreUnusable` or `ConfigError`.
+
+        Without `background` no thread of its own runs: for simulations, which call `drain` instead.
+        """
         self.events: Counter[str] = Counter()
         self.catalog = Catalog(clock, self.events)
         self._clock = clock
@@ -67,9 +71,10 @@ class Store:
         self.catalog.on_drop = self.arena.discard
         self._flusher = Flusher(self.catalog, self.arena, self.disk)
         self._promoter = Promoter(self.catalog, self.arena, self.disk)
-        self.arena.memory.start_prefault()
-        self._flusher.start()
-        self._promoter.start()
+        if background:
+            self.arena.memory.start_prefault()
+            self._flusher.start()
+            self._promoter.start()
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +193,10 @@ class Store:
     def maintain(self) -> float:
         """One round of housekeeping. Returns the seconds until the next is wanted."""
         return self.disk.maintain()
+
+    def drain(self) -> None:
+        """Brings to disk what waits for it, in the caller's thread, as far as the disk takes it."""
+        self._flusher.drain()
 
     def close(self) -> None:
         """Brings everything to disk and closes it."""

@@ -57,7 +57,7 @@ class Bench:
             self.store.commit(slots, sums, SHAPE, traffic_class, verified=True, durable=durable)
 
     def matched(self, identities: Sequence[bytes], traffic_class: TrafficClass = AGENT) -> int:
-        return len(self.store.catalog.match([identities], [SHAPE], traffic_class)[0][0])
+        return len(self.store.catalog.match([identities], [SHAPE], traffic_class).entries[0])
 
     def use(self, identities: Sequence[bytes], traffic_class: TrafficClass = AGENT) -> None:
         self.store.touch([identities[: self.matched(identities)]], traffic_class, None)

@@ -23,12 +23,17 @@ log = logging.getLogger("cachesvc.store")
 # Blocks in one write to the durable index, when it is written anew.
 _INDEX_BATCH = 4_096
 
+# What a block's row takes in its log, at most.
+_ROW_BYTES = 128
+
 
 class DurableIndex:
     def __init__(self, path: Path, clock: Clock, events: Counter[str]) -> None:
         """Opens the index of the store at `path`; one that cannot be used is replaced. Raises `StoreUnusable`."""
         self.fault = False
         """It failed a write, and is to be mended."""
+        self.grown = 0
+        """Bytes that were put into it since it was measured."""
         self._path = path
         self._directory = path / "index"
         self._clock = clock
@@ -58,6 +63,8 @@ class DurableIndex:
         if self.fault or self._index is None:
             return  # it takes nothing any more, and will be written anew
         state = None if segment is None else (segment, str(segment.path.relative_to(self._path)))
+        delete = list(delete)
+        self.grown += _ROW_BYTES * (len(put) + len(delete) + 4)
         try:
             self._index.write(put=put, delete=delete, segment=state, drop_segments=drop_segments)
         except IndexDamaged as error:
@@ -96,6 +103,7 @@ class DurableIndex:
 
     def measure(self) -> int:
         """Bytes of its files. Raises `OSError`."""
+        self.grown = 0
         return sum(file.stat().st_size for file in self._directory.glob("*") if file.is_file())
 
     def close(self) -> None:

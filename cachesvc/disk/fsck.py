@@ -9,6 +9,7 @@ damaged_record      trailer, identity or checksum are wrong       the footer say
 damaged_footer      it is sealed, but its list is damaged         written anew from the records
 footer_mismatch     the list says something else than a record    as above
 damaged_header      one of the header's two copies is damaged     written anew from the other
+torn_file           it has no whole header: no damage             removed
 foreign_file        no segment, or no header copy is good         none: never deleted, never served
 misplaced_segment   its directory contradicts its header          none
 damaged_namespace   its JSON does not have its directory's digest removed; written again when it is used
@@ -40,6 +41,7 @@ from cachesvc.index.rocks import IndexDamaged, RocksIndex
 from cachesvc.index.table import block_id
 from cachesvc.record import PAGE, RecordHead
 from cachesvc.segments.format import (
+    OWN_NAME,
     SUFFIX,
     ForeignFile,
     SegmentHead,
@@ -51,7 +53,7 @@ from cachesvc.segments.format import (
 from cachesvc.segments.recover import Found, read_head, scan, seal_recovered
 from cachesvc.store_dir import lock_store, next_epoch
 
-HARMLESS: Final = frozenset({"unsealed_segment", "torn_end", "leftover"})
+HARMLESS: Final = frozenset({"unsealed_segment", "torn_end", "torn_file", "leftover"})
 """What a crash leaves, and the next start deals with: no damage."""
 
 MAX_FINDINGS: Final = 10_000
@@ -170,7 +172,10 @@ class Check:
             try:
                 self._segment(path)
             except ForeignFile as error:
-                self._found("foreign_file", path, str(error))
+                if OWN_NAME.fullmatch(path.name) and size < PAGE:
+                    self._found("torn_file", path, f"{size} bytes", path.unlink)
+                else:
+                    self._found("foreign_file", path, str(error))
             except OSError as error:
                 self._found("unreadable", path, str(error.strerror))
             done += size

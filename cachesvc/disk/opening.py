@@ -14,8 +14,9 @@ from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.files import SegmentFiles
 from cachesvc.index.rocks import StoredEntry, StoredSegment
 from cachesvc.index.table import Entry, block_id
+from cachesvc.record import PAGE
 from cachesvc.rpc.cache_pb2 import MissReason
-from cachesvc.segments.format import SUFFIX, ForeignFile, footer_bytes
+from cachesvc.segments.format import OWN_NAME, SUFFIX, ForeignFile, footer_bytes
 from cachesvc.segments.recover import Found, read_head, read_segment, seal_recovered
 from cachesvc.segments.segment import Segment
 
@@ -198,5 +199,10 @@ class Opening:
             self._catalog.lost(block_id(record.key, record.shard), MissReason.CORRUPT)
 
     def _foreign(self, path: Path, error: Exception) -> None:
+        if isinstance(error, ForeignFile) and OWN_NAME.fullmatch(path.name) and path.stat().st_size < PAGE:
+            log.info("%s has no whole header, as a crash leaves it: removed", path)
+            path.unlink()
+            self._events["torn_files"] += 1
+            return
         self._events["foreign_files"] += 1
         log.warning("%s is left alone: %s", path, error)

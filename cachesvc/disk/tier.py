@@ -94,6 +94,7 @@ class DiskTier:
                 events=events,
             )
             known, entries = self._durable.load()
+            self._index_bytes = self._durable.measure()
             Opening(path, catalog, self._files, self._durable, classes, events).run(known, entries)
         except OSError as error:
             self._place.close()
@@ -101,7 +102,7 @@ class DiskTier:
         self._reader = Reader(catalog, events)
         self._reclaimer = Reclaimer(
             budget,
-            lambda: self.bytes_used,
+            lambda: self.bytes_used + self._index_bytes,  # while it is compacted, the index is there twice
             catalog=catalog,
             files=self._files,
             reader=self._reader,
@@ -214,7 +215,7 @@ class DiskTier:
     @property
     def bytes_used(self) -> int:
         """Bytes of all files of the store: segments with headers, padding and dead records, and the index."""
-        return self._files.used + self._index_bytes
+        return self._files.used + self._index_bytes + self._durable.grown
 
     @property
     def dead_bytes(self) -> int:

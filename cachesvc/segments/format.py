@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
 
 VERSION: Final = 2
 SUFFIX: Final = ".seg"
+OWN_NAME: Final = re.compile(rf"[0-9a-f]{{8}}-\d{{6,}}-\d{{8,}}{re.escape(SUFFIX)}")
+"""What this service calls its files: daemon, epoch, number."""
 _HEAD_MAGIC: Final = b"CSVSEG\x00\x01"
 _HALF: Final = PAGE // 2  # of the header page: it holds two copies, so that damage to one costs nothing
 _HEAD: Final = struct.Struct("<8sHHI")

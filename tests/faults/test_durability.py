@@ -85,11 +85,11 @@ def test_the_use_of_blocks_is_known_after_a_kill_with_their_segment_still_open(t
     clock.advance(0.7 * DAY)  # past the TTL since writing, not since use
     again = make_store(tmp_path / "killed", clock)
     again.maintain()
-    found, _, _ = again.catalog.match([identities], [SHAPE], AGENT)
+    found = again.catalog.match([identities], [SHAPE], AGENT).entries
     assert len(found[0]) == 8
     clock.advance(2.5 * DAY)
     again.maintain()
-    found, _, _ = again.catalog.match([identities], [SHAPE], AGENT)
+    found = again.catalog.match([identities], [SHAPE], AGENT).entries
     assert len(found[0]) == 0
     again.close()
 
@@ -155,6 +155,6 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     clock.advance(0.7 * DAY)
     again = make_store(tmp_path / "store", clock)
     again.maintain()
-    found, _, _ = again.catalog.match([identities], [SHAPE], AGENT)
+    found = again.catalog.match([identities], [SHAPE], AGENT).entries
     assert len(found[0]) == 10
     again.close()

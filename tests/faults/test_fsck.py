@@ -90,6 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "damaged_header": (lambda store: flip(segments(store)[0], 100), True),
     "foreign_file": (lambda store: [flip(segments(store)[0], at) for at in (100, PAGE // 2 + 100)], False),
     "foreign_file ": (lambda store: segments(store)[0].with_name("holiday.seg").write_bytes(b"x" * 9_000), False),
+    "torn_file": (lambda store: cut(segments(store)[2], 100), True),
     "misplaced_segment": (misplace, False),
     "damaged_state": (lambda store: (store / "STORE.json").write_text("{"), True),
     "damaged_namespace": (lambda store: (segments(store)[0].parents[2] / "namespace.json").write_text("{}"), True),
@@ -128,7 +129,14 @@ def test_planted_damage_is_found_and_mended(typed: Typed, stored: tuple[Path, li
     assert code == (0 if mendable else 8)
     assert json.loads(out)["counts"].get(kind, 0) == (0 if mendable else 1), out
     again = Bench(store, scrub_rate=0)
-    lost = {"foreign_file": 8, "misplaced_segment": 0, "index_mismatch": 8, "damaged_record": 1, "torn_end": 3}
+    lost = {
+        "foreign_file": 8,
+        "misplaced_segment": 0,
+        "index_mismatch": 8,
+        "damaged_record": 1,
+        "torn_end": 3,
+        "torn_file": 2,
+    }
     there = again.stored(prompt)
     assert there.count(False) == (0 if kind == "foreign_file" and (store / "x").exists() else lost.get(kind, 0)) or (
         kind == "foreign_file" and there.count(False) == 0

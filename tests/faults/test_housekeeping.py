@@ -180,7 +180,7 @@ def test_the_scrubber_finds_damage_that_nobody_asked_for(tmp_path: Path) -> None
     assert bench.store.events["corrupt_blocks"] == 1
     there = bench.stored(prompt)
     assert there.count(False) == 1 and not there[2 * 8 + 5], "the rest of the file stays in use"
-    assert bench.store.catalog.match([prompt[21:]], [SHAPE], AGENT)[1] == MissReason.CORRUPT
+    assert bench.store.catalog.match([prompt[21:]], [SHAPE], AGENT).reason == MissReason.CORRUPT
     bench.store.close()
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_record_of_an_unsealed_segment_is_known_as_corrupt_and_the_res
     again = Bench(killed, scrub_rate=0)
     assert again.stored(prompt) == [True, True, False, True, True, True]
     assert again.store.events["corrupt_blocks"] == 1
-    assert again.store.catalog.match([prompt], [SHAPE], AGENT)[1] == MissReason.CORRUPT
+    assert again.store.catalog.match([prompt], [SHAPE], AGENT).reason == MissReason.CORRUPT
     again.reopen()
     assert again.store.events["recovered_segments"] == 0, "it was sealed, with the damaged record marked"
     assert again.stored(prompt) == [True, True, False, True, True, True]

@@ -104,7 +104,7 @@ def test_a_store_drops_nothing_on_a_single_jump(tmp_path: Path, jump: float) -> 
     store.commit(slots, sums, shape, agent, verified=True, durable=True)
 
     def matched() -> int:
-        return len(store.catalog.match([identities], [shape], agent)[0][0])
+        return len(store.catalog.match([identities], [shape], agent).entries[0])
 
     clock.jump(jump)
     for _ in range(10):
