@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the result (it always is JSON)")
     parser.add_argument("--quick", action="store_true", help="15 loops")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     directory = given.store or Path(tempfile.gettempdir())
     run, faults = kill_loops(15 if given.quick else given.loops, given.seed, directory, say=not given.json)
     print(json.dumps(run.to_json(), indent=2))

@@ -242,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_must_be_there_is_there_and_right(self) -> None:
         StoreMachine.steps += 1
-        for identity, block in self.blocks.items():
+        for identity in self.blocks:
             entry = self.store.catalog.where(identity)
             if entry is None:
                 assert not self.required(identity), f"block {identity[0]} is lost"
