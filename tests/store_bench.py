@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cachesvc.classes import DEFAULT_TTLS, TrafficClass, TrafficClasses
 from cachesvc.clock import ManualClock
@@ -25,7 +26,7 @@ AGENT, CHAT = CLASSES.named("agent"), CLASSES.named("chat")
 class Bench:
     """A store without a daemon, on a clock that stands still."""
 
-    def __init__(self, path: Path, *, segment_bytes: int = SEGMENT, budget: int = 1 << 30, **more: int) -> None:
+    def __init__(self, path: Path, *, segment_bytes: int = SEGMENT, budget: int = 1 << 30, **more: Any) -> None:
         self.clock = ManualClock()
         self.path = path
         self._options = {"segment_bytes": segment_bytes, "budget": budget, **more}

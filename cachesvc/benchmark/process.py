@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -28,8 +29,12 @@ class BenchError(CacheError):
 class DaemonProcess:
     """Runs while the context lives. Raises `BenchError` when the daemon does not come up."""
 
-    def __init__(self, arena_bytes: int, store: Path | None = None) -> None:
-        """The store is made in the directory `store`, by default where temporary files go, and removed at the end."""
+    def __init__(self, arena_bytes: int, store: Path | None = None, options: Sequence[str] = ()) -> None:
+        """The store is made in the directory `store`, by default where temporary files go, and removed at the end.
+
+        `options` of the command line win over those that are given otherwise.
+        """
+        self._options = options
         self._directory = Path(tempfile.mkdtemp(prefix="cachesvc-bench-"))
         self._store = Path(tempfile.mkdtemp(prefix="cachesvc-bench-", dir=store)) if store else self._directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +77,7 @@ class DaemonProcess:
         socket_path = self.address.removeprefix("unix:")
         options = ["--socket", socket_path, "--listen", self.tcp_address, "--metrics", ""]
         options += ["--store", str(self._store / "store"), "--store-bytes", str(4 * self.arena_bytes)]
-        options += ["--arena-bytes", str(self.arena_bytes)]
+        options += ["--arena-bytes", str(self.arena_bytes), *self._options]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cachesvc", "serve", *options],
