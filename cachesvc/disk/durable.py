@@ -5,6 +5,7 @@ Every method expects the tier's write lock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -104,7 +105,11 @@ class DurableIndex:
     def measure(self) -> int:
         """Bytes of its files. Raises `OSError`."""
         self.grown = 0
-        return sum(file.stat().st_size for file in self._directory.glob("*") if file.is_file())
+        size = 0
+        for file in self._directory.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # compaction has removed it
+                size += file.stat().st_size
+        return size
 
     def close(self) -> None:
         if self._index is not None:

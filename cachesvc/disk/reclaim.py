@@ -107,7 +107,10 @@ class Reclaimer:
         one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
         need = one.offset(1) if opens else one.stride
         while (used := self._bytes_used()) + need + headroom > self._budget:
-            job, self._job = self._job or self._eviction(), None
+            job = self._job if self._job is not None and self._job.reason is MissReason.EVICTED else self._eviction()
+            job = job or self._job
+            if job is self._job:
+                self._job = None
             if job is not None:
                 while self._advance(job):
                     pass
