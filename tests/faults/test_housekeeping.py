@@ -257,12 +257,12 @@ def test_a_file_that_cannot_be_removed_still_counts_and_goes_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.save(ids(20))
-    used = bench.store.disk.bytes_used
+    used = bench.store.disk._files.used
     bench.clock.advance(3.5 * DAY)
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", fails(errno.EROFS))
         bench.settle()
-        assert bench.store.disk.bytes_used >= used and bench.store.events["unlink_errors"] >= 1
+        assert bench.store.disk._files.used >= used and bench.store.events["unlink_errors"] >= 1
     bench.clock.advance(6)
     bench.settle()
     assert bench.store.disk.segments == 0 and segments(bench) == []
