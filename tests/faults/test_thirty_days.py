@@ -109,7 +109,10 @@ def test_days_of_traffic_expire_what_is_over_keep_what_is_in_use_and_fit_the_dis
                 gone += 1
         bench.clock.advance(STEP)
     events = bench.store.events
-    assert events["expired_blocks"] > 100 and events["rewritten_blocks"] > 50 and gone > 100
-    assert (events["evicted_blocks"] == 0) is roomy
+    assert gone > 100 and events["rewritten_blocks"] > 50
+    if roomy:
+        assert events["expired_blocks"] > 1_000 and events["evicted_blocks"] == 0
+    else:
+        assert events["evicted_blocks"] > 1_000
     assert events["corrupt_blocks"] == 0
     bench.store.close()
