@@ -299,7 +299,7 @@ def test_a_segment_deleted_underneath_is_a_miss(
 def test_kill_loops_lose_no_durable_block_and_serve_no_wrong_byte(daemon: Daemon, namespace: Namespace) -> None:
     source = random.Random(11)
     known: dict[int, list[bytes]] = {}
-    for loop in range(8):
+    for loop in range(3):
         with attached(daemon, namespace) as client:
             for number, expected in known.items():
                 assert client.fetch(chain_keys(namespace, range(number, number + 384))) == expected, f"prompt {number}"
