@@ -40,6 +40,8 @@ def kill_loops(loops: int, seed: int, directory: Path, *, say: bool = False) -> 
             if say and (number + 1) % 10 == 0:
                 faults = sum(len(lane.faults) for lane in lanes)
                 print(f"{number + 1} loops, {time.monotonic() - started:.0f} s, {faults} faults", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("ended early: this is what was done so far", file=sys.stderr)
     finally:
         for lane in lanes:
             lane.close()
