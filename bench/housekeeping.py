@@ -136,7 +136,7 @@ class Reading:
         self._client = client
         self._prompts = prompts
         self._random = random.Random(seed)
-        self._targets = Blocks(PAYLOAD_BYTES, PROMPT_BLOCKS, seed=0).views
+        self._targets = Blocks(PAYLOAD_BYTES, PROMPT_BLOCKS).views
 
     def all(self) -> None:
         for prompt in self._prompts:
@@ -165,7 +165,7 @@ def readers(run: Run, prompts: int, seconds: float, directory: Path) -> None:
                 [number.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(PROMPT_BLOCKS)]
                 for number in range(prompts)
             ]
-            source = Blocks(PAYLOAD_BYTES, PROMPT_BLOCKS, seed=1).views
+            source = Blocks(PAYLOAD_BYTES, PROMPT_BLOCKS).views
             for name in names:
                 client.put(name, source)
                 client.wait_flushed()

@@ -18,7 +18,7 @@ from cachesvc.cli._daemon import fetch_report
 from cachesvc.errors import CacheError, DaemonUnreachable
 from cachesvc.limits import GiB, MiB
 
-_START_SECONDS: Final = 30.0
+_START_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
 
 
