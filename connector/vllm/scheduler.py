@@ -29,7 +29,7 @@ from cachesvc.connector.vllm import identity
 from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry
 from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, SaveJob, Setup, StepMetadata, WorkerReport
-from cachesvc.connector.vllm.rates import Prediction
+from cachesvc.connector.rates import Prediction
 from cachesvc.connector.vllm.settings import Settings
 from cachesvc.keys import Namespace
 from cachesvc.rpc import cache_pb2 as pb
