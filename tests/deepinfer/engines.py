@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
@@ -17,7 +16,7 @@ from simulated import QUEUE, REPLAYED, TOKENS, Computing, Pool, chained, digests
 
 stubs.install()
 
-from deepinfer import environ, envs, timer
+from deepinfer import environ, envs
 from deepinfer.config import CacheConfig, ParallelConfig, SchedulerConfig
 from deepinfer.engine import llm_engine
 from deepinfer.engine.engine_type import EngineType
@@ -250,7 +249,6 @@ llm_engine.get_bf16_tflops_limit = lambda: 1
 llm_engine.CompressedTokenizer = SimpleNamespace(lookup_table=[])
 llm_engine.dist.get_rank = lambda *args: 0
 adapter_pages.Fence = simulated.Event
-timer.record_function = lambda name: contextlib.nullcontext()  # a profiler takes a third of the time of these tests
 
 
 class SimulatedEngine(CachedLLMEngine):

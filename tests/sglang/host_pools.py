@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sglang_wheel  # noqa: F401  # first
 import torch
 
 
