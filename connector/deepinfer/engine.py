@@ -15,7 +15,6 @@ import numpy as np
 from deepinfer.engine.llm_engine import LLMEngine
 from deepinfer.sequence import Sequence
 
-from cachesvc.connector.deepinfer.identity import hints_of
 from cachesvc.connector.deepinfer.session import Session, open_session
 from cachesvc.connector.deepinfer.settings import Settings, parse_settings
 from cachesvc.connector.stats import CacheStats
@@ -107,7 +106,7 @@ class CachedLLMEngine(LLMEngine):
     @_harmless
     def _admit(self, seq: Sequence, extra: Any) -> None:
         assert self._session is not None
-        self._session.admit(seq, hints_of(extra))
+        self._session.admit(seq, extra)
 
     @_harmless
     def _advance(self) -> None:

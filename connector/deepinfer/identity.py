@@ -37,7 +37,7 @@ class Hints:
 
 
 def hints_of(extra: Any) -> Hints:
-    """A hint of the wrong kind counts as none, but for a salt: such a request is not stored and finds nothing."""
+    """A hint of the wrong kind counts as none. Raises `ValueError` for a salt that cannot be read."""
     given = extra.get(HINTS) if isinstance(extra, Mapping) else None
     if not isinstance(given, Mapping):
         return Hints()

@@ -8,7 +8,7 @@ from typing import Any, Final
 from deepinfer.worker.cache_engine import KVSTORE_GRAIN
 
 from cachesvc.connector.deepinfer.admission import Admission, Limits
-from cachesvc.connector.deepinfer.identity import Hints, namespace_of
+from cachesvc.connector.deepinfer.identity import hints_of, namespace_of
 from cachesvc.connector.deepinfer.pages import PagedBlocks, Unsupported, payload_bytes_of
 from cachesvc.connector.deepinfer.requests import Ledger, Phase, Tracked, has_ended
 from cachesvc.connector.deepinfer.saving import Saving
@@ -98,15 +98,20 @@ class Session:
             replay,
         )
 
-    def admit(self, seq: Any, hints: Hints) -> None:
+    def admit(self, seq: Any, extra: Any) -> None:
+        """`extra`: what the request says beside its tokens."""
         if has_ended(seq) or len(self._tracked) >= MAX_TRACKED:
             return
         tokens = seq.data.get_token_ids()
+        try:
+            hints = hints_of(extra)
+        except ValueError as error:
+            logger.warning("request %s is not cached: %s", seq.request_id, error)
+            return
+        if max(tokens) >= self._vocabulary:
+            return  # images: their tokens do not say what is in them
         t = Tracked(seq, store=not hints.no_store, traffic_class=hints.traffic_class, salt=hints.salt)
         self._tracked[id(seq)] = t
-        if max(tokens) >= self._vocabulary:
-            t.store = False  # images: their tokens do not say what is in them
-            return
         self.admission.admit(t, tokens)
 
     def scheduled(self, outputs: Any) -> None:

@@ -64,11 +64,13 @@ def ask(engine: SimulatedEngine, name: str, prompt: list[int], max_tokens: int =
 def test_another_engine_computes_only_the_rest_and_the_window(
     shared_daemon: Daemon, engine_at: Callable[..., SimulatedEngine]
 ) -> None:
-    prompt = prompt_of("share", 700)
+    prompt = prompt_of("share 2", 700)
     first, second = engine_at(shared_daemon.address), engine_at(shared_daemon.address)
     assert ask(first, "cold", prompt, 80) == 700
     assert ask(second, "warm", prompt, 80) == 700 - 5 * BLOCK_TOKENS + 128  # of a hit the last window is replayed
-    turn = prompt + answer_to(prompt, 80) + prompt_of("turn", 30)
+    answer = answer_to(prompt, 80)
+    assert len(answer) == 80  # so that it fills a block
+    turn = prompt + answer + prompt_of("turn", 30)
     assert ask(second, "next turn", turn, 4) == len(turn) - 6 * BLOCK_TOKENS + 128  # the answer was saved too
     stats = second.cache_stats
     assert stats is not None and (stats.loaded_blocks, stats.hits) == (11, 2)
@@ -111,8 +113,7 @@ def test_salts_hints_and_images(shared_daemon: Daemon, engine_at: Callable[..., 
     assert engine.cache_stats is not None
     seq = engine.add_request("u", "image", params(2), engines.np.array([5, 1000 + 2, 9] * 60, "int32"), multi_modal_data={})
     assert seq is not None and engine._session is not None
-    assert not engine._session._tracked[id(seq)].store
-    seq.schedulable = True
+    assert id(seq) not in engine._session._tracked
     engine.abort_request("image")
     run(engine)
     schedules.nothing_left(engine)
@@ -191,7 +192,7 @@ def test_blocks_held_for_a_hit_are_given_back_to_who_comes_first(
     """A preempted request goes to the front of the queue and needs what a loaded one behind it holds."""
     prompt = prompt_of("held", 1000)
     ask(engine_at(shared_daemon.address, blocks=40), "cold", prompt)
-    engine = engine_at(shared_daemon.address, blocks=20, max_model_len=1400)
+    engine = engine_at(shared_daemon.address, blocks=17, max_model_len=1400)
     session = engine._session
     assert session is not None
     held = add(engine, "held", prompt)
