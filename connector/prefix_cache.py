@@ -395,7 +395,8 @@ class PrefixCache(BasePrefixCache):
         return self.class_of(p.traffic_class, attachment)
 
     def class_of(self, asked: str | None, attachment: Attachment) -> str:
-        """The traffic class that was asked for, if the daemon has it, else the engine's own, else the daemon's first."""
+        """The traffic class that was asked for, if the daemon has it, else the engine's own, else the daemon's
+        first."""
         known = attachment.traffic_classes
         wanted = (asked or self._traffic_class, self._traffic_class)
         used = next((name for name in wanted if name in known), known[0])

@@ -95,8 +95,8 @@ class SplitPrefixCache(PrefixCache):
     def store_now(
         self, keys: Sequence[bytes], payloads: Sequence[Pieces], traffic_class: str | None = None
     ) -> list[bool]:
-        """Stores blocks at once, on the calling thread, for an engine that has a thread for it: one per key, whether it is
-        stored (or being stored by somebody else). What is known to be stored is not copied.
+        """Stores blocks at once, on the calling thread, for an engine that has a thread for it: one per key, whether
+        it is stored (or being stored by somebody else). What is known to be stored is not copied.
 
         At most `save_deadline_s` a batch. The memory must stay as it is until this returns.
         """

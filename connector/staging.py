@@ -32,7 +32,8 @@ MAX_WAITING_BATCHES = 65_536
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of one prefix in order, to be stored under one write lease: each in its slot, or in the caller's memory."""
+    """Blocks of one prefix in order, to be stored under one write lease: each in its slot, or in the caller's
+    memory."""
 
     keys: Sequence[bytes]
     slots: list[int]
@@ -117,7 +118,8 @@ class Saver:
     def store_now(
         self, keys: Sequence[bytes], payloads: Sequence[Pieces], *, traffic_class: str, max_keys: int
     ) -> set[bytes]:
-        """Stores blocks on the calling thread, out of the caller's memory: on the daemon's host nothing is copied twice.
+        """Stores blocks on the calling thread, out of the caller's memory: on the daemon's host nothing is copied
+        twice.
 
         Returns the keys that are stored now, or being stored by somebody else.
         """
@@ -186,9 +188,7 @@ class Saver:
             self._done(batch, stored, **counts, save_seconds=time.monotonic() - started)
         return {*stored, *busy}
 
-    def _store(
-        self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment
-    ) -> list[bytes]:
+    def _store(self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment) -> list[bytes]:
         """Fills in the keys that are stored, and what became of all others; returns those that others are storing."""
         stored.clear()
         counts.clear()

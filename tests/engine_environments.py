@@ -23,7 +23,8 @@ from pathlib import Path
 PACKAGES = {"deepinfer": "deepinfer==0.1.0", "sglang": "sglang==0.5.23"}
 CANNOT_DOWNLOAD = 75
 
-# pip asks a source distribution for its metadata even when it is only to be downloaded, and the build script of this one
+# pip asks a source distribution for its metadata even when it is only to be downloaded, and the build script of this
+# one
 # imports torch's build helpers. These stand in for them; nothing is built.
 BUILD_HELPERS = {
     "torch/__init__.py": "class _C:\n    _GLIBCXX_USE_CXX11_ABI = True\n",
@@ -38,7 +39,10 @@ BUILD_HELPERS = {
 # written the old way. Nothing else needs it.
 OLDER_SYNTAX = {
     "deepinfer/environ.py": ("class EnvVar[T]:", "from typing import Generic\nclass EnvVar(Generic[T]):"),
-    "deepinfer/model_executor/utils.py": ("class Movable[T]:", "from typing import Generic\nclass Movable(Generic[T]):"),
+    "deepinfer/model_executor/utils.py": (
+        "class Movable[T]:",
+        "from typing import Generic\nclass Movable(Generic[T]):",
+    ),
 }
 
 

@@ -94,7 +94,8 @@ class Daemon:
             os.kill(self._process.pid, signal.SIGCONT)
 
     def spoil(self) -> int:
-        """Flips a bit in every 512 bytes of what is on disk, while it does not run. Returns how many files there were."""
+        """Flips a bit in every 512 bytes of what is on disk, while it does not run. Returns how many files there
+        were."""
         files = [path for path in self.store.rglob("*.seg") if path.is_file()]
         for path in files:
             data = bytearray(path.read_bytes())

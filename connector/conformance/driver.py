@@ -30,7 +30,8 @@ class Engine(ABC):
     ) -> list[Answer]:
         """Computes prompts together, each to its end; one answer for each.
 
-        `abort`: by index, after how many steps a prompt is given up; 0 is at once. An engine that cannot abort ignores it.
+        `abort`: by index, after how many steps a prompt is given up; 0 is at once. An engine that cannot abort ignores
+        it.
         """
 
     def settle(self, timeout_s: float) -> bool:

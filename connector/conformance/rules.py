@@ -46,7 +46,9 @@ class Scene:
         )
         for prompt, answer in zip(prompts, answers, strict=True):
             most = self.most(len(prompt))
-            need(0 <= answer.hit_tokens <= most, f"{answer.hit_tokens} tokens of a prompt of {len(prompt)} count as hit")
+            need(
+                0 <= answer.hit_tokens <= most, f"{answer.hit_tokens} tokens of a prompt of {len(prompt)} count as hit"
+            )
         return answers
 
     def one(self, engine: Engine, prompt: Sequence[int], *, salt: str = "") -> Answer:

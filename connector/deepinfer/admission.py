@@ -11,8 +11,8 @@ was preempted             `admit` again: another pass, over the answer so far to
 was aborted               its load is stopped, and its blocks are freed once nobody writes into them any more
 ========================  ==========================================================================================
 
-The scheduler serves its queue in order, and allocates nothing while too little is free. So blocks are held in the order of
-the queue only, below the scheduler's watermark, and are given back when nothing else can go on (`_unblock`).
+The scheduler serves its queue in order, and allocates nothing while too little is free. So blocks are held in the
+order of the queue only, below the scheduler's watermark, and are given back when nothing else can go on (`_unblock`).
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Admission:
     # From a hit to its blocks
 
     def _give_room(self) -> None:
-        """Allocates for the first request of the queue that has no blocks, and for those behind it as long as it goes."""
+        """Allocates for the first request of the queue that has no blocks, and for those behind it as long as it
+        goes."""
         for seq in self._scheduler.waiting:
             t = self._waiting.get(id(seq))
             if seq.block_table or has_ended(seq):
@@ -242,10 +243,9 @@ class Admission:
     def _let_go(self, t: Tracked) -> None:
         held = t.phase in HELD
         t.phase = Phase.READY
-        if held:
-            if not t.waits_for_engine:
-                t.seq.schedulable = True  # it may not be in the queue yet
-                self._scheduler.set_schedulable(t.seq.request_id)
+        if held and not t.waits_for_engine:
+            t.seq.schedulable = True  # it may not be in the queue yet
+            self._scheduler.set_schedulable(t.seq.request_id)
 
     def _end(self, t: Tracked) -> None:
         """It was aborted, or is to give its blocks back. They are freed once nobody writes into them."""
@@ -287,4 +287,3 @@ class Admission:
                 t.cancelled = True
                 self._end(t)
                 return
-

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Final, Self, TypeVar
 
 import numpy as np

@@ -1,6 +1,7 @@
 """What the payload of a block holds, and copies between payloads and DeepInfer's pool.
 
-The pool is ``[blocks, bytes of a block]`` uint8. A block of DeepInfer's is one of ours, 128 tokens: the KV of all layers
+The pool is ``[blocks, bytes of a block]`` uint8. A block of DeepInfer's is one of ours, 128 tokens: the KV of all
+layers
 lies in it one behind the other, and at its end there may be bytes that nobody uses. A payload is a block without those.
 Copies run on a stream of their own, behind a `Fence`: the device may still be at work on what a block held before.
 """

@@ -1,8 +1,8 @@
 """Blocks that are full are pinned in DeepInfer's pool, copied by a thread of ours, and unpinned.
 
-A step is not delayed: the engine's thread only notes which blocks these are. DeepInfer may free or preempt the request at
-any time; a pinned block keeps its content until its last pin is gone. All passes are extended, saved and finished by the
-one thread, in the order in which the engine said so.
+A step is not delayed: the engine's thread only notes which blocks these are. DeepInfer may free or preempt the request
+at any time; a pinned block keeps its content until its last pin is gone. All passes are extended, saved and finished by
+the one thread, in the order in which the engine said so.
 """
 
 from __future__ import annotations

@@ -149,12 +149,13 @@ class Session:
     def metrics_line(self) -> str:
         s = self.cache.stats
         rate = 100 * s.loaded_tokens / s.input_tokens if s.input_tokens else 0.0
+        rate = 100 * s.loaded_tokens / s.input_tokens if s.input_tokens else 0.0
+        missed = s.dropped_blocks + s.refused_blocks + s.failed_blocks + self.saving.skipped_blocks
         return (
-            f"cachesvc: {'attached' if s.attached else 'no daemon'}, loaded {rate:.1f} % of {s.input_tokens} input tokens "
-            f"({s.load_bytes_per_second / 1e9:.2f} GB/s, {s.failed_loads} loads failed), stored {s.stored_blocks} blocks, "
-            f"not stored {s.dropped_blocks + s.refused_blocks + s.failed_blocks + self.saving.skipped_blocks}, "
-            f"pinned {self.saving.pinned_blocks}, declined {self.admission.declined}, "
-            f"given back {self.admission.given_back}"
+            f"cachesvc: {'attached' if s.attached else 'no daemon'}, loaded {rate:.1f} % of {s.input_tokens} "
+            f"input tokens ({s.load_bytes_per_second / 1e9:.2f} GB/s, {s.failed_loads} loads failed), stored "
+            f"{s.stored_blocks} blocks, not stored {missed}, pinned {self.saving.pinned_blocks}, declined "
+            f"{self.admission.declined}, given back {self.admission.given_back}"
         )
 
     def abandon(self) -> None:

@@ -29,8 +29,8 @@ def revision_of(config: Any, settings: Settings) -> str:
         return digest_files(Path(config.model_name or ""))
     except (OSError, ValueError) as error:
         logger.warning(
-            "the weights of %s cannot be told from others (%s): KV is shared with nobody and lost when the engine ends; "
-            'set `revision` in "cachesvc"',
+            "the weights of %s cannot be told from others (%s): KV is shared with nobody and lost when the engine "
+            'ends; set `revision` in "cachesvc"',
             config.model_name,
             error,
         )
@@ -71,6 +71,6 @@ def page_tokens(pool: Any) -> int:
 
 
 def keys_of(namespace: Namespace, hashes: list[str]) -> list[bytes]:
-    """SGLang names a page by a chained hash over all tokens up to its end, seeded with the salts of the request. What it
-    does not know, such as the weights, comes from the namespace."""
+    """SGLang names a page by a chained hash over all tokens up to its end, seeded with the salts of the request. What
+    it does not know, such as the weights, comes from the namespace."""
     return [hashlib.sha256(namespace.digest + name.encode()).digest()[:KEY_BYTES] for name in hashes]

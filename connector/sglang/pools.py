@@ -1,7 +1,7 @@
 """Pages of one of SGLang's host pools: looked up, loaded straight into the pool, stored straight out of it.
 
-A page is a block of a namespace of its own. On the daemon's host its bytes are copied once in each direction, between the
-arena and the pool: SGLang calls from threads of its own, and keeps the pages as they are until a call returns.
+A page is a block of a namespace of its own. On the daemon's host its bytes are copied once in each direction, between
+the arena and the pool: SGLang calls from threads of its own, and keeps the pages as they are until a call returns.
 """
 
 from __future__ import annotations

@@ -198,7 +198,9 @@ class CacheStorage(HiCacheStorage):
             return [None] * len(keys)
 
         def load() -> int:
-            return self._flat(_size(targets[0])).load(list(keys), [_pieces(target) for target in targets]) if keys else 0
+            return (
+                self._flat(_size(targets[0])).load(list(keys), [_pieces(target) for target in targets]) if keys else 0
+            )
 
         loaded = quietly("a load", load, 0)
         return [target if index < loaded else None for index, target in enumerate(targets)]

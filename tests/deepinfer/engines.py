@@ -14,8 +14,6 @@ import stubs
 import torch
 from simulated import QUEUE, REPLAYED, TOKENS, Computing, Pool, chained, digests, next_token
 
-stubs.install()
-
 from deepinfer import environ, envs
 from deepinfer.config import CacheConfig, ParallelConfig, SchedulerConfig
 from deepinfer.engine import llm_engine
@@ -29,7 +27,6 @@ from cachesvc.connector.deepinfer import pages as adapter_pages
 from cachesvc.connector.deepinfer.settings import Settings
 
 REPLAY = 128
-NUMPY_PADS = -2
 
 
 class Runner:
@@ -311,7 +308,9 @@ def add(engine: SimulatedEngine, name: str, prompt: list[int], max_tokens: int =
     return engine.add_request("user", name, params(max_tokens), np.asarray(prompt, dtype=np.int32), **more)
 
 
-def run(engine: SimulatedEngine, outputs: dict[str, list[int]] | None = None, steps: int = 100_000) -> dict[str, list[int]]:
+def run(
+    engine: SimulatedEngine, outputs: dict[str, list[int]] | None = None, steps: int = 100_000
+) -> dict[str, list[int]]:
     """Until nothing is left, as ``LLM._run_engine`` does."""
     from native import RequestOutput
 

@@ -1,7 +1,7 @@
 """A model of DeepInfer's compiled module ``deepinfer._C.engine``: allocation, scheduling and sequences, in Python.
 
-Written from the package's stubs (``_C/*.pyi``), its Python callers and the behaviour that its C++ headers describe, as far
-as a cache can see it:
+Written from the package's stubs (``_C/*.pyi``), its Python callers and the behaviour that its C++ headers describe, as
+far as a cache can see it:
 
 * Blocks are counted by reference and handed out first in, first out; block 0 is never used.
 * A request in the queue is served in its order; an unschedulable one stops all behind it. A request that has blocks
@@ -13,8 +13,8 @@ as a cache can see it:
 * Preempting frees at once and puts the request to the front, or ends it. A step that was under way for it is void.
 * A fork pins its parent's blocks; its last block and its state are copied in the step that admits it.
 
-With the one line that ``docs/deepinfer.md`` asks for: ``Sequence.block_table``. The module for images, structured output,
-engram and varying draft lengths is left out.
+With the one line that ``docs/deepinfer.md`` asks for: ``Sequence.block_table``. The module for images, structured
+output, engram and varying draft lengths is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -634,7 +634,16 @@ class Scheduler:
         if replace_last_token_id >= 0:
             tokens[-1] = replace_last_token_id
         twin = Sequence(
-            seq_id, tokens, tokens, None, self._block_size, seq.request_id, seq.user_id, sampling_params, arrival_time, None
+            seq_id,
+            tokens,
+            tokens,
+            None,
+            self._block_size,
+            seq.request_id,
+            seq.user_id,
+            sampling_params,
+            arrival_time,
+            None,
         )
         twin.multi_modal_data = seq.multi_modal_data
         twin.cached_hit_tokens = seq.cached_hit_tokens
@@ -673,7 +682,7 @@ def get_finished_seqs_info(outputs: SchedulerOutputs) -> tuple[int, int, int, in
 class RequestOutput:
     """Kept by number, as the compiled module hands out pointers."""
 
-    made: dict[int, RequestOutput] = {}
+    made: ClassVar[dict[int, RequestOutput]] = {}
 
     def __init__(self, request_id: str, token_id: int, finished: bool, finish_reason: str) -> None:
         self.request_id, self.token_id = request_id, token_id
@@ -713,4 +722,3 @@ def build_request_outputs(outputs: SchedulerOutputs, *args: Any, **kwargs: Any) 
 class FlopsEstimator:
     def __init__(self, model_metadata: Any, *, yoco_mode: str = "off", keep_tokens: int = 0) -> None:
         pass
-

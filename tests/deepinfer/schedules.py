@@ -130,7 +130,9 @@ def random_engine(source: random.Random, settings: Settings, seed: int) -> Simul
     )
 
 
-def one_schedule(engine: SimulatedEngine, watch: Watch, source: random.Random, prompts: Prompts, counts: Counter[str]) -> None:
+def one_schedule(
+    engine: SimulatedEngine, watch: Watch, source: random.Random, prompts: Prompts, counts: Counter[str]
+) -> None:
     """A few requests from beginning to end on an engine that is empty before and after."""
     outputs: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
@@ -139,7 +141,7 @@ def one_schedule(engine: SimulatedEngine, watch: Watch, source: random.Random, p
     gone: set[str] = set()
     preempted_before = engine.scheduler.get_num_preempted_seqs()
     todo = source.choice((1, 2, 3, 4, 10))
-    for step in range(20_000):
+    for _ in range(20_000):
         while todo and source.random() < 0.4:
             todo -= 1
             name = f"{counts['requests']}"

@@ -1,8 +1,8 @@
 """A device that computes late: what is launched is carried out when somebody waits for an event behind it.
 
 The KV of a token is a digest of all tokens up to it, so that every byte of a block can be checked, and the next token
-follows from it, so that every answer is known beforehand. Before it computes, the device checks what it is about to read:
-the KV of all earlier tokens must be there, whoever has brought it.
+follows from it, so that every answer is known beforehand. Before it computes, the device checks what it is about to
+read: the KV of all earlier tokens must be there, whoever has brought it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Queue:
                 try:
                     with torch.inference_mode():
                         work()
-                except Exception as error:  # shown by the test, not to the engine
+                except Exception as error:  # noqa: BLE001  # shown by the test, not to the engine
                     self.failures.append(f"{type(error).__name__}: {error}")
 
 

@@ -49,7 +49,27 @@ class Anything:
         return iter(())
 
 
-for _operation in "add sub mul truediv floordiv mod pow and or xor lshift rshift lt le gt ge neg invert matmul".split():
+for _operation in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "neg",
+    "invert",
+    "matmul",
+]:
     for _prefix in ("", "r"):
         setattr(Anything, f"__{_prefix}{_operation}__", lambda self, *args: Anything())
 
@@ -92,3 +112,6 @@ def install() -> None:
     # A profiler would take a third of the time of these tests.
     torch.profiler.record_function = lambda name: contextlib.nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.Stream = Anything  # type: ignore[assignment, misc]
+
+
+install()

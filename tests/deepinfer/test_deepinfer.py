@@ -111,7 +111,9 @@ def test_salts_hints_and_images(shared_daemon: Daemon, engine_at: Callable[..., 
     for name in "gh":  # a salt that cannot be read: neither stored nor found
         assert ask(engine, name, bad, extra={"cachesvc": {"salt": 5}}) == 400
     assert engine.cache_stats is not None
-    seq = engine.add_request("u", "image", params(2), engines.np.array([5, 1000 + 2, 9] * 60, "int32"), multi_modal_data={})
+    seq = engine.add_request(
+        "u", "image", params(2), engines.np.array([5, 1000 + 2, 9] * 60, "int32"), multi_modal_data={}
+    )
     assert seq is not None and engine._session is not None
     assert id(seq) not in engine._session._tracked
     engine.abort_request("image")
@@ -136,9 +138,7 @@ def test_no_daemon_a_killed_one_and_a_new_one(daemon: Daemon, engine_at: Callabl
     assert ask(nobody, "alone", prompt) == 500
 
 
-def test_a_daemon_that_lies_is_not_believed(
-    daemon: Daemon, engine_at: Callable[..., SimulatedEngine]
-) -> None:
+def test_a_daemon_that_lies_is_not_believed(daemon: Daemon, engine_at: Callable[..., SimulatedEngine]) -> None:
     """Payloads in shared memory are changed behind the daemon's back after they were stored and checked."""
     prompt = prompt_of("lies", 500)
     engine = engine_at(daemon.address)
@@ -224,7 +224,7 @@ def test_forks_save_what_they_decode_under_their_parents_salt(
     assert parent.data.get_token_ids() == whole[: parent.get_len()]
     assert twin.data.get_token_ids()[:length] == whole[:length] and twin.get_len() > length
     assert engine.flush_cache(20.0)
-    assert ask(engine, "next", twin.data.get_token_ids() + [9, 9]) <= 128 + 128 + 2
+    assert ask(engine, "next", [*twin.data.get_token_ids(), 9, 9]) <= 128 + 128 + 2
     schedules.nothing_left(engine)
 
 
@@ -322,8 +322,8 @@ def test_payloads_are_what_the_layers_take() -> None:
 
 
 def test_a_layout_from_the_published_sizes_of_v41_flash() -> None:
-    """By DeepInfer's own `KVCacheManager`: layers that own KV, main KV of 512 FP4 values with a scale for each 16 of them,
-    index KV of 128 FP4 values with a scale for each 32, at compression 1 or 2; 890 bytes of a token in all."""
+    """By DeepInfer's own `KVCacheManager`: layers that own KV, main KV of 512 FP4 values with a scale for each 16 of
+    them, index KV of 128 FP4 values with a scale for each 32, at compression 1 or 2; 890 bytes of a token in all."""
 
     def layer(ratio: int) -> AttrDict:
         index = AttrDict(index_head_dim=128, index_n_heads=64, use_kproj=True)

@@ -1,8 +1,8 @@
 """SGLang's host pools, as far as a storage backend sees them: pages in host memory, and where they lie.
 
 `get_page_buffer_meta`, `get_data_page`, `get_dummy_flat_data_page` and `set_from_flat_data_page` behave like those of
-``HostKVCache``: `page_first` keeps K and V of a page apart (two pointers), `layer_first` one piece per layer and plane, and
-an MLA pool has one plane.
+``HostKVCache``: `page_first` keeps K and V of a page apart (two pointers), `layer_first` one piece per layer and
+plane, and an MLA pool has one plane.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class HostPool:
         for start in indices.tolist()[:: self.page_size]:
             page = start // self.page_size
             if self.layout == "layer_first":
-                pieces = [self._of(page)[plane, layer] for layer in range(self.layer_num) for plane in range(self.planes)]
+                pieces = [
+                    self._of(page)[plane, layer] for layer in range(self.layer_num) for plane in range(self.planes)
+                ]
             else:
                 pieces = [self._of(page)[plane] for plane in range(self.planes)]
             for piece in pieces:

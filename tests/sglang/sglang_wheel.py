@@ -1,7 +1,7 @@
 """Makes SGLang's storage classes importable from its wheel, without what the engine around them needs.
 
-``sglang``'s package initializers import the whole engine, and with it kernels for GPUs. The modules used here need none of
-it, and are the real ones. Import this before any of them.
+``sglang``'s package initializers import the whole engine, and with it kernels for GPUs. The modules used here need
+none of it, and are the real ones. Import this before any of them.
 """
 
 from __future__ import annotations

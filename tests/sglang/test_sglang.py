@@ -1,4 +1,5 @@
-"""The storage backend, loaded by SGLang's real factory, behind its real failure injector, and beside its file backend."""
+"""The storage backend, loaded by SGLang's real factory, behind its real failure injector, and beside its file
+backend."""
 
 from __future__ import annotations
 
@@ -292,9 +293,7 @@ def test_no_daemon_at_all(make: Callable[..., Any], tmp_path: Path) -> None:
     assert backend.batch_get_v1(hashes, pool.indices(0, 1)) == [False, False]
 
 
-def test_behind_sglangs_own_failure_injection(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_sglangs_own_failure_injection(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes through it is right or a miss, whatever was left out before."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     assert envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.get() == 0.3

@@ -1,4 +1,5 @@
-"""The conformance suite on SGLang's storage interface: an engine that computes pages, fetches and backs up as SGLang does."""
+"""The conformance suite on SGLang's storage interface: an engine that computes pages, fetches and backs up as SGLang
+does."""
 
 from __future__ import annotations
 

@@ -11,7 +11,11 @@ from vllm_engines import Engine as Process
 from cachesvc.connector.conformance import Answer, Driver, Engine, check
 
 OPTIONS = {
-    **{"match_deadline_s": 0.5, "load_deadline_s": 1.0, "breaker_max_s": 0.5, "probe_max_s": 0.5, "failed_hit_s": 0.5},
+    "match_deadline_s": 0.5,
+    "load_deadline_s": 1.0,
+    "breaker_max_s": 0.5,
+    "probe_max_s": 0.5,
+    "failed_hit_s": 0.5,
     "decline_slow_loads": False,
 }
 
@@ -27,7 +31,9 @@ class VLLM(Driver):
     def open(self, address: str) -> Engine:
         self._opened += 1
         log = self._directory / f"engine{self._opened}.log"
-        return Opened(Process(self._model, address, log, connector=OPTIONS, dtype="float32", max_num_batched_tokens=512))
+        return Opened(
+            Process(self._model, address, log, connector=OPTIONS, dtype="float32", max_num_batched_tokens=512)
+        )
 
 
 class Opened(Engine):

@@ -96,7 +96,9 @@ class Careless(Reference):
         load = cache.load
 
         def spoil(p: Any, scatter: Any) -> int:
-            return load(p, lambda first, payloads: scatter(first, [memoryview(bytes(view.nbytes)) for view in payloads]))
+            return load(
+                p, lambda first, payloads: scatter(first, [memoryview(bytes(view.nbytes)) for view in payloads])
+            )
 
         cache.load = spoil  # type: ignore[method-assign]
         return super().wrap(cache)
