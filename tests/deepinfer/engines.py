@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import simulated
-import stubs
+import stubs  # noqa: F401  # before DeepInfer
 import torch
-from simulated import QUEUE, REPLAYED, TOKENS, Computing, Pool, chained, digests, next_token
-
 from deepinfer import environ, envs
 from deepinfer.config import CacheConfig, ParallelConfig, SchedulerConfig
 from deepinfer.engine import llm_engine
@@ -21,6 +19,7 @@ from deepinfer.engine.engine_type import EngineType
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.sequence import MTPPredictInfo, SampledInfo, SamplerOutput
 from deepinfer.worker.worker import EngineCallbacks, Worker
+from simulated import QUEUE, REPLAYED, TOKENS, Computing, Pool, chained, digests, next_token
 
 from cachesvc.connector.deepinfer import CachedLLMEngine
 from cachesvc.connector.deepinfer import pages as adapter_pages
