@@ -3,10 +3,9 @@
 ===========  ====================================================================================
 llm          `LLM`, DeepInfer's entry point with this engine behind it
 engine       `CachedLLMEngine`: DeepInfer's hooks, each handed to where its work is done
+session      the cache of one engine, and the requests that it tracks
 admission    a request until it is computed: look up, allocate, load, let go
 saving       blocks that are full: pinned, copied in the background, unpinned
-handover     from an engine that computes prompts to one that decodes, through the cache
-states       windows stored at checkpoints, where bounded replay is not wanted
 requests     what is known of one request
 pages        what a payload holds, and copies between it and DeepInfer's pool
 identity     the namespace; which requests can be cached, and under which salt
