@@ -166,7 +166,10 @@ class Saver:
             return self._slots
 
     def _queue(self, batch: Batch) -> None:
-        if not self._worker.submit(lambda: self._save(batch)):
+        def save() -> None:
+            self._save(batch)
+
+        if not self._worker.submit(save):
             self._done(batch, [], failed_blocks=len(batch.keys))
 
     def _save(self, batch: Batch) -> set[bytes]:

@@ -195,7 +195,7 @@ class Admission:
     def _has_room(self, t: Tracked) -> bool:
         """Also after it the scheduler must begin prompts."""
         free = self._block_manager.get_num_free_blocks() - self._blocks_of(t)
-        return free >= 0 and self._limits.blocks - free <= WATERMARK * self._limits.blocks
+        return bool(free >= 0 and self._limits.blocks - free <= WATERMARK * self._limits.blocks)
 
     def _others_hold(self, t: Tracked) -> bool:
         return any(other.holds_blocks or other.computed_once for other in self._waiting.values() if other is not t)

@@ -98,7 +98,7 @@ class CachedLLMEngine(LLMEngine):
         return seq
 
     def abort_request(self, request_id: str | Iterable[str]) -> tuple[int, int]:
-        aborted = super().abort_request(request_id)
+        aborted: tuple[int, int] = super().abort_request(request_id)
         self._advance()
         return aborted
 
@@ -120,7 +120,8 @@ class CachedLLMEngine(LLMEngine):
     def step(self) -> np.ndarray[Any, Any]:
         self._advance()
         self._idle()
-        return super().step()
+        outputs: np.ndarray[Any, Any] = super().step()
+        return outputs
 
     # DeepInfer's hooks
 

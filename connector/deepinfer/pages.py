@@ -47,7 +47,7 @@ class Fence:
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
         if device.type != "cpu":
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> None:
@@ -65,7 +65,6 @@ class PagedBlocks:
         used = words[:, : payload_bytes // words.element_size()]
         self._kv = [used.unsqueeze(0).unsqueeze(2)]  # one plane, a block as one token, one head
         self._kernels = kernels_for(self.device)
-        self._streams: dict[int, Any] = {}
 
     def fence(self) -> Fence:
         """Of the stream on which the engine computes, which is the caller's."""
@@ -89,6 +88,7 @@ class PagedBlocks:
         if self.device.type == "cpu":
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
             torch.cuda.current_stream().synchronize()
