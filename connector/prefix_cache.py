@@ -392,9 +392,9 @@ class PrefixCache(BasePrefixCache):
             self._link.failure(lease.attachment, error, engine_waited=False)
 
     def _class_of(self, p: Pass, attachment: Attachment) -> str:
-        return self.class_of(p.traffic_class, attachment)
+        return self._class_named(p.traffic_class, attachment)
 
-    def class_of(self, asked: str | None, attachment: Attachment) -> str:
+    def _class_named(self, asked: str | None, attachment: Attachment) -> str:
         """The traffic class that was asked for, if the daemon has it, else the engine's own, else the daemon's
         first."""
         known = attachment.traffic_classes

@@ -110,7 +110,7 @@ class SplitPrefixCache(PrefixCache):
         there = self._saver.store_now(
             [keys[index] for index in new],
             [payloads[index] for index in new],
-            traffic_class=self.class_of(traffic_class, attachment),
+            traffic_class=self._class_named(traffic_class, attachment),
             max_keys=attachment.max_keys,
         )
         missing = {keys[index] for index in new} - there
