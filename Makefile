@@ -2,6 +2,7 @@
 # make test   the tests            make lint   ruff and mypy --strict            make proto   regenerate the stubs
 # make test-long    what takes longer: real traces, recordings, benchmarks, stress
 # make test-vllm    the connector in a real vLLM, in an environment of its own: CPU only, 4 GB, 20 minutes the first time
+# make test-deepinfer, make test-sglang    the adapters on these engines' own Python classes, fetched with pip: no GPU
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,7 +15,11 @@ export OMP_WAIT_POLICY := PASSIVE
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: run test test-long test-vllm lint proto venv clean
+# Of these two engines only the Python files are used: their environments see what is in ours.
+DEEPINFER := .venv-deepinfer
+SGLANG    := .venv-sglang
+
+.PHONY: run test test-long test-vllm test-deepinfer test-sglang lint proto venv clean
 
 venv: $(STAMP)
 
@@ -47,6 +52,13 @@ test-vllm: $(VLLM_STAMP)
 	@echo "Real engines, half a minute to start each: 5 to 10 minutes on two cores."
 	$(VLLM)/bin/python -m pytest tests/vllm -o addopts='-q --strict-markers' -o timeout=600 --durations 5
 
+# Without the package there is nothing to test: the script says so, and ends with 75.
+test-deepinfer test-sglang: test-%: venv
+	@$(BIN)/python tests/engine_environments.py $* .venv-$* || { code=$$?; [ $$code = 75 ] && exit 0; exit $$code; }; \
+	if [ -e .venv-$*/.installed ]; then \
+	  .venv-$*/bin/python -m pytest tests/$* -o addopts=-q -W ignore::pytest.PytestUnknownMarkWarning -n 2 --durations 5; \
+	fi
+
 # mypy does not see through the folder mapping of an editable install: check the installed tree.
 lint: venv
 	$(BIN)/ruff check .
@@ -58,4 +70,4 @@ proto: venv
 	$(BIN)/python -m cachesvc.rpc.generate cachesvc/rpc
 
 clean:
-	rm -rf $(VENV) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(VLLM) $(DEEPINFER) $(SGLANG) build *.egg-info

@@ -29,7 +29,10 @@ buffers       page-aligned payload buffers
 workers       background threads with a bounded queue
 options       every limit; stats: every number
 layout        what a payload holds, byte for byte
-vllm          the connector for vLLM, which imports vLLM: not imported here
+settings      options of an adapter, checked; weights: their digest; rates: whether loading beats computing
+vllm          the connector for vLLM; deepinfer, sglang: those for DeepInfer and SGLang. Each imports its engine, so
+              none is imported here
+conformance   what every adapter has to pass, and can be run by an engine's author
 ============  =====================================================================================
 
 Importing this makes no connection, no thread and no gRPC channel.

@@ -25,6 +25,7 @@ from cachesvc.connector.bulk import BulkChannel, BulkReplies
 from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
+from cachesvc.connector.payloads import Pieces
 from cachesvc.connector.storing import Stored, store_in_arena
 from cachesvc.keys import KEY_SCHEME_VERSION, pack_keys, self_test_vector
 from cachesvc.rpc import cache_pb2 as pb
@@ -244,7 +245,7 @@ class Client:
         self,
         attachment: Attachment,
         keys: Sequence[bytes],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[memoryview] | Sequence[Pieces],
         traffic_class: str,
         *,
         shard: int | None = None,
@@ -276,7 +277,7 @@ class Client:
         attachment: Attachment,
         request: Callable[[Sequence[bytes]], pb.ReserveRequest],
         keys: Sequence[bytes],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[memoryview] | Sequence[Pieces],
     ) -> Stored:
         reply = self._call("Reserve", request(keys), self._options.save_deadline_s, attachment)
         states: bytes = reply.states
@@ -286,7 +287,8 @@ class Client:
         committed = bytearray(len(keys))
         if granted:
             try:
-                sums = self._put(attachment, reply.lease_id, granted, [payloads[index] for index in granted])
+                views = [_in_one_place(payloads[index]) for index in granted]
+                sums = self._put(attachment, reply.lease_id, granted, views)
                 outcome = self._commit(attachment, reply.lease_id, granted, sums)
             except CacheError:
                 self._abort(reply.lease_id)
@@ -412,6 +414,10 @@ class Client:
                 self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
                 self._stubs = [CacheStub(channel) for channel in self._channels]
             return self._stubs
+
+
+def _in_one_place(payload: memoryview | Pieces) -> memoryview:
+    return payload.joined() if isinstance(payload, Pieces) else payload
 
 
 def _chunks(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final
+from typing import Final, cast
 
 import xxhash
 
-from cachesvc.connector.payloads import addresses_of
+from cachesvc.connector.payloads import Pieces, addresses_of
 
 # Bytes copied before their checksums are computed: half of a core's cache at most.
 _PIECE: Final = 512 << 10
@@ -32,7 +32,12 @@ class Copier:
         self._others: ThreadPoolExecutor | None = None
 
     def copy(
-        self, targets: Sequence[memoryview], sources: Sequence[memoryview], *, checksums: bool, padding: int = 0
+        self,
+        targets: Sequence[memoryview],
+        sources: Sequence[memoryview] | Sequence[Pieces],
+        *,
+        checksums: bool,
+        padding: int = 0,
     ) -> list[int]:
         """Copies payloads of one size; returns xxh3_64 of each, or nothing without `checksums`.
 
@@ -70,6 +75,24 @@ class Copier:
 
 
 def _copy_part(
+    targets: Sequence[memoryview], sources: Sequence[memoryview] | Sequence[Pieces], padding: int, checksums: bool
+) -> list[int]:
+    if isinstance(sources[0], Pieces):
+        return _copy_pieces(targets, cast("Sequence[Pieces]", sources), checksums)
+    return _copy_whole(targets, cast("Sequence[memoryview]", sources), padding, checksums)
+
+
+def _copy_pieces(targets: Sequence[memoryview], sources: Sequence[Pieces], checksums: bool) -> list[int]:
+    """The checksum is of what has arrived, which is what the source held: nobody else writes to the target."""
+    sums: list[int] = []
+    for target, into, source in zip(targets, addresses_of(targets), sources, strict=True):
+        source.copy_to(into)
+        if checksums:
+            sums.append(xxhash.xxh3_64_intdigest(target))
+    return sums
+
+
+def _copy_whole(
     targets: Sequence[memoryview], sources: Sequence[memoryview], padding: int, checksums: bool
 ) -> list[int]:
     size = sources[0].nbytes

@@ -85,6 +85,7 @@ class Pass:
         self.given_up = False  # an answer that comes now is too late
         self.asked_again = False
         self.finished = False
+        self.trimmed = False  # the engine wants less than was found
         self.reader: Reader | None = None  # of the load under way, to be cancelled
         self.next_save = 0  # blocks below it are loaded, stored or queued
         self.kept_back: Callable[[bool], None] | None = None  # a checkpoint, stored (True) at the end or dropped

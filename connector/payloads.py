@@ -58,6 +58,35 @@ class Payloads(Sequence[memoryview]):
         return self._region.memory[offset : offset + self.payload_bytes]
 
 
+class Pieces:
+    """One payload that lies in several places of the caller's memory, one behind the other: ``(address, bytes)`` each.
+
+    The caller keeps that memory alive, and as it is, as long as this is used.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        self.pieces = pieces
+        self.nbytes = sum(size for _, size in pieces)
+
+    def copy_to(self, address: int) -> None:
+        """Into `nbytes` of memory from `address` on."""
+        for source, size in self.pieces:
+            ctypes.memmove(address, source, size)
+            address += size
+
+    def fill_from(self, address: int) -> None:
+        """Out of `nbytes` of memory from `address` on."""
+        for target, size in self.pieces:
+            ctypes.memmove(target, address, size)
+            address += size
+
+    def joined(self) -> memoryview:
+        """A copy in one place."""
+        whole = (ctypes.c_char * self.nbytes)()
+        self.copy_to(ctypes.addressof(whole))
+        return memoryview(whole).cast("B")
+
+
 def addresses_of(payloads: Sequence[memoryview]) -> list[int]:
     """Where payloads lie. The caller keeps them alive as long as the addresses are used."""
     return payloads.addresses if isinstance(payloads, Payloads) else [address_of(payload) for payload in payloads]

@@ -365,7 +365,8 @@ class PrefixCache(BasePrefixCache):
         )
         if loaded == end:
             self._link.success()
-            self._release(lease, loaded, pb.LOAD_ERROR if lease.match.blocks > end else pb.MISS_REASON_UNSPECIFIED)
+            rest = pb.BYPASSED if p.trimmed else pb.LOAD_ERROR
+            self._release(lease, loaded, rest if lease.match.blocks > end else pb.MISS_REASON_UNSPECIFIED)
             return
         if error is None or p.finished:  # the engine's own doing
             self._release(lease, loaded, pb.BYPASSED)
@@ -391,9 +392,13 @@ class PrefixCache(BasePrefixCache):
             self._link.failure(lease.attachment, error, engine_waited=False)
 
     def _class_of(self, p: Pass, attachment: Attachment) -> str:
-        """The traffic class of a pass, if the daemon has it, else the engine's own, else the daemon's first."""
+        return self._class_named(p.traffic_class, attachment)
+
+    def _class_named(self, asked: str | None, attachment: Attachment) -> str:
+        """The traffic class that was asked for, if the daemon has it, else the engine's own, else the daemon's
+        first."""
         known = attachment.traffic_classes
-        wanted = (p.traffic_class, self._traffic_class)
+        wanted = (asked or self._traffic_class, self._traffic_class)
         used = next((name for name in wanted if name in known), known[0])
         for name in wanted:
             if name not in known and name not in self._unknown_classes and len(self._unknown_classes) < MAX_COMPLAINTS:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cachesvc.connector.passes import KeyedPass, Pass
+from cachesvc.connector.payloads import Pieces
 from cachesvc.connector.prefix_cache import PrefixCache
 from cachesvc.rpc import cache_pb2 as pb
 
@@ -90,6 +91,30 @@ class SplitPrefixCache(PrefixCache):
     def extend_keys(self, p: KeyedPass, keys: Sequence[bytes]) -> None:
         """`extend` for such a pass."""
         p.keys.extend(keys)
+
+    def store_now(
+        self, keys: Sequence[bytes], payloads: Sequence[Pieces], traffic_class: str | None = None
+    ) -> list[bool]:
+        """Stores blocks at once, on the calling thread, for an engine that has a thread for it: one per key, whether
+        it is stored (or being stored by somebody else). What is known to be stored is not copied.
+
+        At most `save_deadline_s` a batch. The memory must stay as it is until this returns.
+        """
+        attachment = self._link.current() if self._usable and self.options.save_queue_bytes else None
+        if attachment is None:
+            self._counters.add(unsaved_blocks=len(keys))
+            return [False] * len(keys)
+        if any(payload.nbytes != self.payload_bytes for payload in payloads):
+            raise ValueError(f"payloads are to have {self.payload_bytes} bytes")
+        new = [index for index, key in enumerate(keys) if key not in self._known]
+        there = self._saver.store_now(
+            [keys[index] for index in new],
+            [payloads[index] for index in new],
+            traffic_class=self._class_named(traffic_class, attachment),
+            max_keys=attachment.max_keys,
+        )
+        missing = {keys[index] for index in new} - there
+        return [key not in missing for key in keys]
 
     def learn(self, keys: Sequence[bytes], stored_blocks: int) -> None:
         """What the other side has been told: the first `stored_blocks` of a prompt's blocks are stored, no others."""

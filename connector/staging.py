@@ -19,6 +19,7 @@ from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
+from cachesvc.connector.payloads import Pieces
 from cachesvc.connector.stats import Counters
 from cachesvc.connector.workers import Workers
 from cachesvc.rpc import cache_pb2 as pb
@@ -31,11 +32,13 @@ MAX_WAITING_BATCHES = 65_536
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of one prefix in order, each in its slot, to be stored under one write lease."""
+    """Blocks of one prefix in order, to be stored under one write lease: each in its slot, or in the caller's
+    memory."""
 
     keys: Sequence[bytes]
     slots: list[int]
     traffic_class: str
+    payloads: Sequence[Pieces] | None = None
 
 
 class Saver:
@@ -112,6 +115,25 @@ class Saver:
 
         return settle
 
+    def store_now(
+        self, keys: Sequence[bytes], payloads: Sequence[Pieces], *, traffic_class: str, max_keys: int
+    ) -> set[bytes]:
+        """Stores blocks on the calling thread, out of the caller's memory: on the daemon's host nothing is copied
+        twice.
+
+        Returns the keys that are stored now, or being stored by somebody else.
+        """
+        step = min(self._batch_blocks, max_keys)
+        there: set[bytes] = set()
+        for start in range(0, len(keys), step):
+            part = slice(start, start + step)
+            batch = Batch(keys[part], [], traffic_class, payloads[part])
+            now = self._save(batch)
+            there |= now
+            if len(now) < len(batch.keys):
+                break  # what follows would lie behind a hole
+        return there
+
     def flush(self, timeout_s: float) -> bool:
         """True once nothing is queued or under way."""
         return self._worker.wait_idle(timeout_s)
@@ -144,16 +166,20 @@ class Saver:
             return self._slots
 
     def _queue(self, batch: Batch) -> None:
-        if not self._worker.submit(lambda: self._save(batch)):
+        def save() -> None:
+            self._save(batch)
+
+        if not self._worker.submit(save):
             self._done(batch, [], failed_blocks=len(batch.keys))
 
-    def _save(self, batch: Batch) -> None:
-        """On the worker thread: stores one batch, whatever happens gives its buffers back."""
+    def _save(self, batch: Batch) -> set[bytes]:
+        """Stores one batch, whatever happens gives its buffers back. Returns keys stored here, or by somebody else."""
         started = time.monotonic()
         stored: list[bytes] = []
+        busy: list[bytes] = []
         counts: Counter[str] = Counter()
         try:
-            self._link.use(
+            busy = self._link.use(
                 partial(self._store, batch, stored, counts),
                 renew_s=self._options.control_deadline_s,
                 engine_waited=False,
@@ -163,14 +189,16 @@ class Saver:
         finally:
             counts["failed_blocks"] = len(batch.keys) - sum(counts.values())
             self._done(batch, stored, **counts, save_seconds=time.monotonic() - started)
+        return {*stored, *busy}
 
-    def _store(self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment) -> None:
-        """Fills in the keys that are stored, and what became of all others."""
+    def _store(self, batch: Batch, stored: list[bytes], counts: Counter[str], attachment: Attachment) -> list[bytes]:
+        """Fills in the keys that are stored, and what became of all others; returns those that others are storing."""
         stored.clear()
         counts.clear()
-        slots = self._slots
-        assert slots is not None, "a batch was made without buffers"
-        payloads = slots.views(batch.slots)
+        payloads: Sequence[memoryview] | Sequence[Pieces] | None = batch.payloads
+        if payloads is None:
+            assert self._slots is not None, "a batch was made without buffers"
+            payloads = self._slots.views(batch.slots)
         reserved, committed = self._client.store(
             attachment, batch.keys, payloads, batch.traffic_class, shard=self._shard
         )
@@ -185,10 +213,13 @@ class Saver:
             self._paused_until = time.monotonic() + self._options.saves_refused_pause_s
         if pb.CHECKSUM_MISMATCH in committed or pb.INCOMPLETE in committed:
             self._link.failure(attachment, BadAnswer(f"Commit: states {committed.hex()}"), engine_waited=False)
+        return [key for key, state in zip(batch.keys, reserved, strict=True) if state == pb.BUSY]
 
     def _done(self, batch: Batch, stored: Sequence[bytes], **counts: float) -> None:
         self._known.discard(set(batch.keys).difference(stored))
-        if self._slots is not None:
+        if batch.payloads is not None:
+            self._known.add(stored)
+        if self._slots is not None and batch.slots:
             self._slots.give(batch.slots)
         if stored:
             self._on_stored(stored)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from cachesvc.connector.arena import Arena, Pipeline, slot_positions
 from cachesvc.connector.copying import Copier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached
-from cachesvc.connector.payloads import SLOT_PAGE
+from cachesvc.connector.payloads import SLOT_PAGE, Pieces
 from cachesvc.rpc import cache_pb2 as pb
 
 # Blocks of the first and last part, and of those between: many enough that what a part costs itself does not count.
@@ -35,7 +35,7 @@ def store_in_arena(
     copier: Copier,
     request: Callable[[Sequence[bytes]], pb.ReserveRequest],
     keys: Sequence[bytes],
-    payloads: Sequence[memoryview],
+    payloads: Sequence[memoryview] | Sequence[Pieces],
     *,
     checksums: bool,
     durable: bool,
@@ -95,14 +95,14 @@ def _fill(
     slots: Sequence[int],
     ends: float,
     granted: list[int],
-    payloads: Sequence[memoryview],
+    payloads: Sequence[memoryview] | Sequence[Pieces],
     *,
     checksums: bool,
 ) -> list[int]:
     """Copies payloads into their slots. Raises `LeaseLost` when the lease has ended."""
     if len(granted) < len(payloads):
         slots = [slots[index] for index in granted]
-        payloads = [payloads[index] for index in granted]
+        payloads = [payloads[index] for index in granted]  # type: ignore[assignment]
     size = payloads[0].nbytes
     targets = arena.writable(slots, size)
     with calls.session.lock:

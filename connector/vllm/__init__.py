@@ -9,9 +9,7 @@ worker       loading into and saving from vLLM's KV tensors
 metadata     what the two sides tell each other with each step
 geometry     KV groups: what a block's payload holds, and where its pages lie in the tensors
 identity     the namespace of an engine; salt, adapter and images of a request
-weights      a digest of weight files
 settings     ``kv_connector_extra_config``
-rates        whether loading is predicted to beat computing
 events       vLLM's KV events
 stats        numbers for vLLM's log and its ``/metrics``
 ===========  ====================================================================================

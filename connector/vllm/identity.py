@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from cachesvc.connector.vllm.geometry import Geometry
 from cachesvc.connector.vllm.settings import Settings
-from cachesvc.connector.vllm.weights import digest_files
+from cachesvc.connector.weights import digest_files, nobody_elses
 from cachesvc.keys import Namespace, canonical_json
 
 logger = logging.getLogger("cachesvc.connector")
@@ -61,7 +61,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry, set
 
 def private(namespace: Namespace) -> Namespace:
     """One that no other engine has, and that this one never has again."""
-    return replace(namespace, revision=_nobody_elses())
+    return replace(namespace, revision=nobody_elses())
 
 
 def cacheable(request: Any) -> bool:
@@ -116,7 +116,7 @@ def _weights_of(vllm_config: Any) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy" or getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         logger.warning("weights or KV scales are made up by this engine: its KV is shared with nobody")
-        return _nobody_elses()
+        return nobody_elses()
     try:
         return digest_files(_directory_of(model))
     except (OSError, ValueError) as error:
@@ -126,7 +126,7 @@ def _weights_of(vllm_config: Any) -> str:
             model.model,
             error,
         )
-        return _nobody_elses()
+        return nobody_elses()
 
 
 def _directory_of(model: Any) -> Path:
@@ -138,10 +138,6 @@ def _directory_of(model: Any) -> Path:
     if not isinstance(cached, str):
         raise ValueError("neither a path nor in the hub's cache")
     return Path(cached).parent
-
-
-def _nobody_elses() -> str:
-    return "private-" + os.urandom(16).hex()
 
 
 def _device() -> str:

@@ -24,12 +24,12 @@ from typing import Any, Final
 
 from cachesvc.connector.memory import RecentKeys
 from cachesvc.connector.passes import Pass
+from cachesvc.connector.rates import Prediction
 from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.vllm import identity
 from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry
 from cachesvc.connector.vllm.metadata import LoadJob, LoadResult, SaveJob, Setup, StepMetadata, WorkerReport
-from cachesvc.connector.vllm.rates import Prediction
 from cachesvc.connector.vllm.settings import Settings
 from cachesvc.keys import Namespace
 from cachesvc.rpc import cache_pb2 as pb

@@ -18,15 +18,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tiny_models import make_model
 from vllm_engines import transfer_config
 
+from cachesvc.connector.rates import TRY_AGAIN, Prediction
 from cachesvc.connector.split import SplitPrefixCache
 from cachesvc.connector.stats import CacheStats
 from cachesvc.connector.vllm import identity
 from cachesvc.connector.vllm.events import Events
 from cachesvc.connector.vllm.geometry import Geometry, PagedKV, Part, Unsupported
-from cachesvc.connector.vllm.rates import TRY_AGAIN, Prediction
 from cachesvc.connector.vllm.settings import parse_settings
 from cachesvc.connector.vllm.stats import SCHEDULER_COUNTERS, WORKER_COUNTERS, ConnectorStats, Meter, PromMetrics
-from cachesvc.connector.vllm.weights import digest_files
+from cachesvc.connector.weights import digest_files
 
 PAGES, TOKENS = 40, 16
 

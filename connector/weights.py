@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
+import os
 import re
 import time
 from pathlib import Path
@@ -52,6 +53,11 @@ def digest_files(path: Path) -> str:
     if read:
         logger.info("digest of %.1f GB of weights took %.1f s", read / 1e9, time.monotonic() - started)
     return total.hexdigest()
+
+
+def nobody_elses() -> str:
+    """A revision that no other engine has, and that this one never has again: for weights that cannot be told apart."""
+    return "private-" + os.urandom(16).hex()
 
 
 def _digest_of(file: Path) -> str:
