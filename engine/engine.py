@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
-
-import torch
+from typing import Any, Final, NamedTuple
 
 from cachesvc.connector.base import BasePrefixCache
+from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
+from cachesvc.engine.cache import BlockMover, block_layout, needs_replay
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
-from cachesvc.engine.models.llama import LlamaModel
+from cachesvc.engine.models.base import Model
+from cachesvc.engine.replay import Replay, replay_start
 from cachesvc.engine.request import Request, RequestOutput, SamplingParams
 from cachesvc.engine.runner import Runner
-from cachesvc.engine.scheduler import Scheduler
+from cachesvc.engine.scheduler import Chunk, Scheduler
 from cachesvc.kernels import kernels_for
 from cachesvc.keys import BLOCK_TOKENS
 
@@ -30,13 +32,31 @@ _IDLE_WAIT_S: Final = 0.05
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes. The pool holds ``num_pages * page_size`` tokens of all running requests together."""
+    """Sizes and modes. The pool holds ``num_pages * page_size`` tokens of all running requests together."""
 
     num_pages: int = 512
     page_size: int = 16
     max_batch_tokens: int = 512
     """Tokens computed in one step; a longer prompt takes several."""
     max_running: int = 16
+    windows: StorePolicy | None = None
+    """What the cache keeps of layers that see only a window; None: the model's own policy."""
+    replay: Replay = "exact"
+    """How windows that are not kept are computed again after a hit (`cachesvc.engine.replay`)."""
+    batch_invariant: bool = False
+    """Give a prompt the same bits of KV and logits however it is batched, chunked or cached. Slower."""
+    async_scheduling: bool = False
+    """Prepare the next step, and save and report the last one, while the device is at it."""
+
+
+class _Flight(NamedTuple):
+    """A step that is under way."""
+
+    chunks: list[Chunk]
+    sampled: Future[dict[str, int]]
+
+    def has(self, request: Request) -> bool:
+        return any(chunk.request is request for chunk in self.chunks)
 
 
 class Engine:
@@ -45,7 +65,7 @@ class Engine:
     The engine keeps no prefix of its own: all reuse comes from `cache`. Several engines can share one model.
     """
 
-    def __init__(self, model: LlamaModel, cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: Model[Any], cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
         self._model = model
         self._cache = cache
@@ -56,11 +76,23 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._kernels = kernels_for(model.device)
+        layout = block_layout(model.config, model.dtype, config.windows)
+        self._mover = BlockMover(layout, self._pool, kernels_for(model.device))
+        self._window = max((group.window or 0 for group in layout.groups), default=0) if needs_replay(layout) else 0
+        self._replay = config.replay
         self._scheduler = Scheduler(
             self._pool, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
         )
-        self._runner = Runner(model, self._pool)
+        self._async = config.async_scheduling
+        self._runner = Runner(
+            model,
+            self._pool,
+            bounded=config.replay == "bounded",
+            invariant=config.batch_invariant,
+            threaded=config.async_scheduling,
+        )
+        self._flight: _Flight | None = None
+        self._outbox: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
         self._next_id = 0
 
@@ -111,7 +143,7 @@ class Engine:
             request_id, self._next_id = f"request-{self._next_id}", self._next_id + 1
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use")
-        stop = params.stop_token_ids
+        stop, keep = params.stop_token_ids, self._model.config.prefill_keep
         request = Request(
             request_id=request_id,
             tokens=list(tokens),
@@ -120,40 +152,32 @@ class Engine:
             table=PageTable(self._pool),
             traffic_class=traffic_class,
             salt=salt,
+            full_from=None if keep is None else max(0, len(tokens) - keep),
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch. Returns the state of every request that got a token in it."""
+        """Runs one batch. Returns the state of every request that got a token.
+
+        With `async_scheduling` the batch is only started, and what is returned comes from the one before it.
+        """
+        if self._scheduler.must_preempt:
+            self._land()
         self._scheduler.make_room()
         for request in self._scheduler.admit():
             self._match(request)
         for request in self._scheduler.asking:
             self._load(request)
-        chunks = self._scheduler.plan()
-        if not chunks:
-            # Everyone waits for the cache, which answers or gives up within its own deadline.
-            for request in self._scheduler.asking[:1]:
-                self._cache.wait(_pass(request), _IDLE_WAIT_S)
-            return []
-        sampled = self._runner.run(chunks)
-        now = time.perf_counter()
-        for chunk in chunks:
-            chunk.request.num_computed = chunk.stop
-            if chunk.request.request_id in sampled:
-                token = sampled[chunk.request.request_id]
-                chunk.request.append(token, now)
-                self._cache.extend(_pass(chunk.request), [token])
-        # Saving comes after the tokens are known, so that it delays nobody's first one.
-        outputs = []
-        for chunk in chunks:
-            self._save(chunk.request)
-            if chunk.request.finish_reason is not None:
-                self._end(chunk.request)
-            if chunk.request.request_id in sampled:
-                outputs.append(chunk.request.output())
+        before, self._flight = self._flight, self._launch()
+        if before is not None:
+            self._finish(before)
+        if not self._async:
+            self._land()
+        elif before is None and self._flight is None:
+            self._idle()
+        outputs, self._outbox = self._outbox, []
         return outputs
 
     def generate(
@@ -179,6 +203,10 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if self._flight is not None and self._flight.has(request):
+            self._land()
+            if request_id not in self._requests:
+                return request.output()
         request.finish_reason = "abort"
         self._end(request)
         return request.output()
@@ -187,6 +215,56 @@ class Engine:
         """Aborts everything that is not finished. The cache belongs to the caller and stays open."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._runner.close()
+
+    def _launch(self) -> _Flight | None:
+        """Starts what is due, if anything is."""
+        chunks = self._scheduler.plan()
+        if not chunks:
+            if not self._async:
+                self._idle()
+            return None
+        flight = _Flight(chunks, self._runner.launch(chunks))
+        for chunk in chunks:
+            chunk.request.num_computed = chunk.stop
+            chunk.request.pending += chunk.samples
+        return flight
+
+    def _land(self) -> None:
+        """Waits for the step that is under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._finish(flight)
+
+    def _finish(self, flight: _Flight) -> None:
+        """Takes a step's tokens, saves what it completed, ends what it ended."""
+        sampled = flight.sampled.result()
+        now = time.perf_counter()
+        got_token = []
+        for chunk in flight.chunks:
+            request = chunk.request
+            request.num_done = chunk.stop
+            request.pending -= chunk.samples
+            if chunk.samples and request.finish_reason is None:
+                token = sampled[request.request_id]
+                request.append(token, now)
+                self._cache.extend(_pass(request), [token])
+                got_token.append(request)
+        # Saving comes after the tokens are known, so that it delays nobody's first one.
+        for request in dict.fromkeys(chunk.request for chunk in flight.chunks):
+            if request.finish_reason is None or request in got_token:
+                self._save(request)
+            # The next step may have begun to compute behind a stop token: its pages are in use until it is over.
+            if request.finish_reason is not None:
+                request.finished_at = request.finished_at or now
+                if self._flight is None or not self._flight.has(request):
+                    self._end(request)
+        self._outbox += [request.output() for request in got_token]
+
+    def _idle(self) -> None:
+        """Everyone waits for the cache, which answers or gives up within its own deadline."""
+        for request in self._scheduler.asking[:1]:
+            self._cache.wait(_pass(request), _IDLE_WAIT_S)
 
     def _match(self, request: Request) -> None:
         """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""
@@ -205,7 +283,7 @@ class Engine:
             return
 
         def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._kernels.scatter(payloads, self._pool.kv, self._block_slots(request, first_block, len(payloads)))
+            self._mover.scatter(request.table, first_block, payloads)
 
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
         loaded = self._cache.load(found, scatter)
@@ -215,32 +293,34 @@ class Engine:
             )
         request.hit_tokens = request.num_computed = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
+        if loaded and self._window:
+            start = replay_start(self._model.config, self._window, loaded, request.full_from, self._replay)
+            request.num_computed = request.seen_from = start
+            request.frozen_until, request.replayed_tokens = loaded, loaded - start
 
     def _save(self, request: Request) -> None:
         """Offers the blocks that the last step completed, those of the answer like those of the prompt.
 
         Once more at the end, for blocks that the save queue had no room for before.
         """
-        blocks = request.num_computed // BLOCK_TOKENS
+        done = min(request.num_done, len(request.tokens) - 1)  # What a stop token follows is nobody's.
+        blocks = done // BLOCK_TOKENS
         if blocks <= request.offered_blocks and request.finish_reason is None:
             return
 
         def gather(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._kernels.gather(self._pool.kv, self._block_slots(request, first_block, len(payloads)), payloads)
+            self._mover.gather(request.table, first_block, payloads)
 
-        self._cache.save(_pass(request), request.num_computed, gather)
+        self._cache.save(_pass(request), done, gather)
         request.offered_blocks = max(request.offered_blocks, blocks)
 
     def _end(self, request: Request) -> None:
         """Frees what a finished or aborted request holds, here and in the cache."""
-        request.finished_at = time.perf_counter()
+        request.finished_at = request.finished_at or time.perf_counter()
         del self._requests[request.request_id]
         self._scheduler.remove(request)
         if request.cache_pass is not None:
             self._cache.finish(request.cache_pass)
-
-    def _block_slots(self, request: Request, first_block: int, count: int) -> torch.Tensor:
-        return request.table.slots(first_block * BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS)
 
 
 def _pass(request: Request) -> Pass:

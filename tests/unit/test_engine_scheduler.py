@@ -8,7 +8,7 @@ from engine_support import TINY
 
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
-from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.engine.models.llama import LlamaConfig
 from cachesvc.engine.request import Request, SamplingParams
 from cachesvc.engine.scheduler import Scheduler
 
