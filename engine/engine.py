@@ -17,6 +17,7 @@ from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.cache import BlockMover, block_layout, needs_replay
 from cachesvc.engine.errors import RequestError
+from cachesvc.engine.handoff import HandoffStore, Receiving
 from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.base import Model
 from cachesvc.engine.replay import Replay, replay_start
@@ -28,6 +29,9 @@ from cachesvc.keys import BLOCK_TOKENS
 
 _IDLE_WAIT_S: Final = 0.05
 """How long an idle step waits for the cache before it returns to the caller."""
+
+_RECEIVE_WAIT_S: Final = 0.002
+"""The same while another engine computes the prompt."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,15 @@ class Engine:
     The engine keeps no prefix of its own: all reuse comes from `cache`. Several engines can share one model.
     """
 
-    def __init__(self, model: Model[Any], cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Model[Any],
+        cache: BasePrefixCache,
+        config: EngineConfig | None = None,
+        *,
+        handoffs: BasePrefixCache | None = None,
+    ) -> None:
+        """`handoffs` is a cache of the namespace and payload size that `cachesvc.engine.handoff` says."""
         config = config or EngineConfig()
         self._model = model
         self._cache = cache
@@ -77,7 +89,9 @@ class Engine:
             device=model.device,
         )
         layout = block_layout(model.config, model.dtype, config.windows)
-        self._mover = BlockMover(layout, self._pool, kernels_for(model.device))
+        kernels = kernels_for(model.device)
+        self._mover = BlockMover(layout, self._pool, kernels)
+        self._handoffs = None if handoffs is None else HandoffStore(handoffs, layout, self._pool, kernels)
         self._window = max((group.window or 0 for group in layout.groups), default=0) if needs_replay(layout) else 0
         self._replay = config.replay
         self._scheduler = Scheduler(
@@ -122,10 +136,15 @@ class Engine:
         request_id: str | None = None,
         traffic_class: str | None = None,
         salt: bytes = b"",
+        publish_as: str | None = None,
+        receive: str | None = None,
+        receive_deadline_s: float = 30.0,
     ) -> str:
         """Queues a prompt and returns its id. The time to the first token counts from here.
 
-        `salt` keeps a tenant's blocks apart from those of others. Raises `RequestError` for a prompt that is empty,
+        `salt` keeps a tenant's blocks apart from those of others. `publish_as` hands the prompt, computed up to its
+        first token, to an engine that is given the same name as `receive`; that one computes the prompt itself when
+        nothing has come by `receive_deadline_s`. Raises `RequestError` for a prompt that is empty,
         holds a token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
         """
         params = params or SamplingParams()
@@ -139,6 +158,8 @@ class Engine:
             raise RequestError(
                 f"{len(tokens)} input tokens and {params.max_new_tokens} new ones exceed the model's context of {limit}"
             )
+        if (publish_as or receive) and self._handoffs is None:
+            raise RequestError("this engine has no cache for handing prompts over")
         if request_id is None:
             request_id, self._next_id = f"request-{self._next_id}", self._next_id + 1
         if request_id in self._requests:
@@ -152,6 +173,8 @@ class Engine:
             table=PageTable(self._pool),
             traffic_class=traffic_class,
             salt=salt,
+            publish_as=publish_as,
+            receiving=None if receive is None else Receiving(receive, receive_deadline_s),
             full_from=None if keep is None else max(0, len(tokens) - keep),
         )
         self._scheduler.add(request)
@@ -169,7 +192,10 @@ class Engine:
         for request in self._scheduler.admit():
             self._match(request)
         for request in self._scheduler.asking:
-            self._load(request)
+            if request.receiving is None:
+                self._load(request)
+            else:
+                self._receive(request, request.receiving)
         before, self._flight = self._flight, self._launch()
         if before is not None:
             self._finish(before)
@@ -250,6 +276,8 @@ class Engine:
                 request.append(token, now)
                 self._cache.extend(_pass(request), [token])
                 got_token.append(request)
+                if request.publish_as is not None and self._handoffs is not None and len(request.generated) == 1:
+                    self._handoffs.publish(request.publish_as, request)
         # Saving comes after the tokens are known, so that it delays nobody's first one.
         for request in dict.fromkeys(chunk.request for chunk in flight.chunks):
             if request.finish_reason is None or request in got_token:
@@ -264,12 +292,18 @@ class Engine:
     def _idle(self) -> None:
         """Everyone waits for the cache, which answers or gives up within its own deadline."""
         for request in self._scheduler.asking[:1]:
-            self._cache.wait(_pass(request), _IDLE_WAIT_S)
+            if request.receiving is not None:
+                time.sleep(_RECEIVE_WAIT_S)
+            else:
+                self._cache.wait(_pass(request), _IDLE_WAIT_S)
 
     def _match(self, request: Request) -> None:
         """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""
         if request.cache_pass is not None:
             return  # Preempted before: it is counted, and what it computed is saved. It computes everything again.
+        if request.receiving is not None:
+            request.asking = True
+            return
         request.cache_pass = self._cache.match(request.tokens, traffic_class=request.traffic_class, salt=request.salt)
         request.asking = True
 
@@ -291,12 +325,76 @@ class Engine:
             raise AssertionError(
                 f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
             )
+        self._resume(request, loaded)
+
+    def _resume(self, request: Request, loaded: int) -> None:
+        """Notes that the first `loaded` tokens came out of the cache, and where to begin to compute."""
         request.hit_tokens = request.num_computed = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
         if loaded and self._window:
             start = replay_start(self._model.config, self._window, loaded, request.full_from, self._replay)
             request.num_computed = request.seen_from = start
             request.frozen_until, request.replayed_tokens = loaded, loaded - start
+
+    def _receive(self, request: Request, receiving: Receiving) -> None:
+        """Takes what the other engine has stored so far. Goes on when that is all, or when it takes too long."""
+        handoffs = self._handoffs
+        if handoffs is None:
+            raise AssertionError(f"request {request.request_id!r} waits for a prompt without a cache to take it from")
+        whole = request.input_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+        def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
+            self._mover.scatter(request.table, first_block, payloads)
+
+        if receiving.blocks is not None and self._cache.poll(receiving.blocks):
+            if receiving.blocks.hit_tokens > receiving.loaded:
+                receiving.loaded = max(receiving.loaded, self._cache.load(receiving.blocks, scatter))
+            self._cache.finish(receiving.blocks)
+            receiving.blocks = None
+        if receiving.record is not None and handoffs.cache.poll(receiving.record):
+            receiving.handed = receiving.handed or handoffs.take(receiving.record, request)
+            handoffs.cache.finish(receiving.record)
+            receiving.record = None
+        complete = receiving.handed is not None and receiving.loaded >= whole
+        if not complete and not receiving.expired:
+            if receiving.may_ask():
+                if receiving.loaded < whole and receiving.blocks is None:
+                    # One token more than the prompt, so that its last block can be hit even if it is full.
+                    receiving.blocks = self._cache.begin(
+                        [*request.tokens, 0],
+                        traffic_class=request.traffic_class,
+                        salt=request.salt,
+                        local_tokens=receiving.loaded,
+                        counted=False,
+                    )
+                if receiving.handed is None and receiving.record is None:
+                    receiving.record = handoffs.ask(receiving.handoff)
+            return
+        self._stop_receiving(receiving)
+        request.receiving, request.asking = None, False
+        request.cache_pass = self._cache.begin(
+            request.tokens, traffic_class=request.traffic_class, salt=request.salt, counted=False
+        )
+        if not complete or receiving.handed is None:
+            self._resume(request, min(receiving.loaded, (request.input_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS))
+            return
+        request.num_computed = request.num_done = request.input_tokens
+        request.hit_tokens, request.handed_over = request.input_tokens, True
+        request.offered_blocks = whole // BLOCK_TOKENS
+        if self._window:
+            request.seen_from = max(0, request.input_tokens - self._window)
+        token = receiving.handed.first_token
+        request.append(token, time.perf_counter())
+        self._cache.extend(request.cache_pass, [token])
+        self._outbox.append(request.output())
+        if request.finish_reason is not None:
+            self._end(request)
+
+    def _stop_receiving(self, receiving: Receiving) -> None:
+        if receiving.blocks is not None:
+            self._cache.finish(receiving.blocks)
+        if receiving.record is not None and self._handoffs is not None:
+            self._handoffs.cache.finish(receiving.record)
 
     def _save(self, request: Request) -> None:
         """Offers the blocks that the last step completed, those of the answer like those of the prompt.
@@ -319,6 +417,8 @@ class Engine:
         request.finished_at = request.finished_at or time.perf_counter()
         del self._requests[request.request_id]
         self._scheduler.remove(request)
+        if request.receiving is not None:
+            self._stop_receiving(request.receiving)
         if request.cache_pass is not None:
             self._cache.finish(request.cache_pass)
 

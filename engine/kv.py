@@ -1,8 +1,8 @@
 """The paged KV pool and the page table of one sequence.
 
-A *slot* holds the KV of one token in every layer: ``slot = page * page_size + offset``. The page size is the engine's own
-business and has nothing to do with the 128 tokens of a cache block. Layers that see only a window keep all of their KV
-here for as long as the request runs: that costs memory, and keeps one page table for all of them.
+A *slot* holds the KV of one token in every layer: ``slot = page * page_size + offset``. The page size is the engine's
+own business and has nothing to do with the 128 tokens of a cache block. Layers that see only a window keep all of their
+KV here for as long as the request runs: that costs memory, and keeps one page table for all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PagePool:
         self.kv: list[torch.Tensor] = []
         for group in self.groups:
             if page_size % group.tokens_per_record:
-                raise ValueError(f"page_size is {page_size}; records of {group.tokens_per_record} tokens must fit a page")
+                raise ValueError(f"page_size is {page_size}; it must be a multiple of {group.tokens_per_record} here")
             shape = (group.planes, num_pages * page_size // group.tokens_per_record, group.kv_heads, group.head_dim)
             kind: torch.dtype = getattr(torch, group.dtype)
             # Written once here, so that the first request does not pay for the page faults.

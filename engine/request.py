@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PageTable
+
+if TYPE_CHECKING:
+    from cachesvc.engine.handoff import Receiving
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -61,6 +64,8 @@ class RequestOutput:
     total_s: float
     """Seconds from `add_request` to the end, or until now."""
     preemptions: int
+    handed_over: bool
+    """Whether another engine has computed the prompt."""
 
 
 @dataclass(eq=False)
@@ -78,6 +83,12 @@ class Request:
 
     full_from: int | None = None
     """First token that goes through all layers, if the model's prefill can stop half-way."""
+
+    publish_as: str | None = None
+    """Hand the computed prompt to another engine under this name (`cachesvc.engine.handoff`)."""
+    receiving: Receiving | None = None
+    """Another engine computes the prompt: what to wait for."""
+    handed_over: bool = False
 
     num_computed: int = 0
     """Leading tokens whose KV is in the pool, or will be by the end of the steps that are under way."""
@@ -123,6 +134,8 @@ class Request:
     def restart(self) -> None:
         """Forgets all computed KV: the pages are gone."""
         self.num_computed = self.num_done = self.seen_from = self.frozen_until = 0
+        if self.receiving is not None:
+            self.receiving.loaded, self.receiving.handed = 0, None
 
     def append(self, token: int, now: float) -> None:
         """Adds a sampled token and notes whether it ends the request."""
@@ -148,4 +161,5 @@ class Request:
             ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrived_at,
             total_s=end - self.arrived_at,
             preemptions=self.preemptions,
+            handed_over=self.handed_over,
         )

@@ -35,7 +35,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model[Any], pool: PagePool, *, bounded: bool = False, invariant: bool = False, threaded: bool = False
+        self,
+        model: Model[Any],
+        pool: PagePool,
+        *,
+        bounded: bool = False,
+        invariant: bool = False,
+        threaded: bool = False,
     ) -> None:
         self._model = model
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Attention of a flat batch over paged KV, sequence by sequence: full, windowed, with sinks, over several kinds of keys.
+"""Attention of a flat batch over paged KV, sequence by sequence: full, windowed, with sinks, over keys of many kinds.
 
 Two forms of the same sum. The fast one is torch's; the batch-invariant one goes through the keys in blocks that lie at
 fixed positions, so that a query adds up the same numbers in the same order however its prompt was cut.
@@ -6,7 +6,7 @@ fixed positions, so that a query adds up the same numbers in the same order howe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ _QUERY_TILE: Final = 16
 
 
 class Keys(NamedTuple):
-    """Keys of one kind that a sequence's new tokens may attend to. Key i stands for the `step` tokens up to `end(i)`."""
+    """Keys of one kind that a sequence's new tokens may attend to. Key i stands for `step` tokens, the last of them
+    at ``ends()[i]``."""
 
     k: Tensor
     """[n, kv_heads, head_dim]"""
@@ -144,52 +145,52 @@ def _dense(q: Tensor, keys: Sequence[Keys], mask: Tensor | None, scale: float, s
 
 
 def _blockwise(q: Tensor, first: int, keys: Sequence[Keys], scale: float, sinks: Tensor | None) -> Tensor:
-    """A running softmax over blocks of keys. A block that a row cannot see leaves that row's sums as they are."""
+    """A running softmax over blocks of keys, for tiles of queries side by side; every product has one fixed shape.
+
+    A block that a row cannot see leaves that row's sums as they are, to the bit.
+    """
     length, heads, head_dim = q.shape
     kv_heads, value_dim = keys[0].k.shape[1], keys[0].v.shape[2]
-    blocks = [block for part in keys for block in _blocks(part)]
-    out = []
-    for start in range(0, length, _QUERY_TILE):
-        tile = q[start : start + _QUERY_TILE].float() * scale
-        used = len(tile)
-        tile = F.pad(tile, (0, 0, 0, 0, 0, _QUERY_TILE - used))
-        rows = tile.view(_QUERY_TILE, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-        positions = torch.arange(first + start, first + start + _QUERY_TILE, device=q.device)
-        top = q.new_full((kv_heads, rows.shape[1]), float("-inf"), dtype=torch.float32)
-        total, sums = torch.zeros_like(top), rows.new_zeros((*rows.shape[:2], value_dim))
-        if sinks is not None:
-            top = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, _QUERY_TILE).reshape(kv_heads, -1)
-            total = torch.ones_like(top)
-        for part, ends, k, v in blocks:
-            visible = _visible(part, ends, positions)
-            if not bool(visible[:used].any()):
-                continue
-            hidden = ~visible.repeat(rows.shape[1] // _QUERY_TILE, 1)
-            scores = torch.bmm(rows, k).masked_fill_(hidden, float("-inf"))
+    tiles, group = -(-length // _QUERY_TILE), heads // kv_heads
+    rows = F.pad(q.float() * scale, (0, 0, 0, 0, 0, tiles * _QUERY_TILE - length))
+    # [tiles * kv_heads, group * tile, head_dim]
+    rows = rows.view(tiles, _QUERY_TILE, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(tiles * kv_heads, group * _QUERY_TILE, head_dim)
+    positions = torch.arange(first, first + tiles * _QUERY_TILE, device=q.device)
+    top = rows.new_full(rows.shape[:2], float("-inf"))
+    total, sums = torch.zeros_like(top), rows.new_zeros((*rows.shape[:2], value_dim))
+    if sinks is not None:
+        top = sinks.float().view(1, kv_heads, group, 1).expand(tiles, -1, -1, _QUERY_TILE).reshape(top.shape)
+        total = torch.ones_like(top)
+    for part in keys:
+        for block_ends, k, v in _blocks(part, first + length - 1):
+            hidden = ~_visible(part, block_ends, positions).view(tiles, 1, 1, _QUERY_TILE, _BLOCK)
+            scores = torch.bmm(rows, k.expand(tiles, -1, -1, -1).reshape(-1, head_dim, _BLOCK))
+            scores.view(tiles, kv_heads, group, _QUERY_TILE, _BLOCK).masked_fill_(hidden, float("-inf"))
             new_top = torch.maximum(top, scores.amax(-1))
             base = torch.where(new_top.isinf(), 0.0, new_top)
             weights = rowwise(torch.exp, scores - base[..., None], invariant=True)
             keep = rowwise(torch.exp, top - base, invariant=True)
             total = total * keep + weights.sum(-1)
-            sums = sums * keep[..., None] + torch.bmm(weights, v)
+            parts = torch.bmm(weights, v.expand(tiles, -1, -1, -1).reshape(-1, _BLOCK, value_dim))
+            sums = sums * keep[..., None] + parts
             top = new_top
-        tile_out = (sums / total[..., None]).view(kv_heads, -1, _QUERY_TILE, value_dim).permute(2, 0, 1, 3)
-        out.append(tile_out[:used].reshape(used, heads * value_dim).to(q.dtype))
-    return torch.cat(out)
+    out = (sums / total[..., None]).view(tiles, kv_heads, group, _QUERY_TILE, value_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(tiles * _QUERY_TILE, heads * value_dim)[:length].to(q.dtype)
 
 
-def _blocks(keys: Keys) -> list[tuple[Keys, Tensor, Tensor, Tensor]]:
-    """(keys, their ends [128], k [kv_heads, head_dim, 128], v [kv_heads, 128, value_dim]), float32, padded with zeros.
+def _blocks(keys: Keys, last: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(ends [128], k [kv_heads, head_dim, 128], v [kv_heads, 128, value_dim]), float32, padded with zeros.
 
-    The keys of a sequence always fall into the same blocks: a `Keys` starts at a multiple of 128 of them.
+    Up to the one that holds what the query at position `last` sees. The keys of a sequence always fall into the same
+    blocks: a `Keys` starts at a multiple of 128 of them.
     """
-    blocks = []
     ends = keys.ends()
     for start in range(0, len(keys.k), _BLOCK):
+        if keys.start + (start + 1) * keys.step - 1 > last:
+            return
         missing = max(0, start + _BLOCK - len(keys.k))
-        k = F.pad(keys.k[start : start + _BLOCK].float(), (0, 0, 0, 0, 0, missing)).permute(1, 2, 0).contiguous()
-        v = F.pad(keys.v[start : start + _BLOCK].float(), (0, 0, 0, 0, 0, missing)).transpose(0, 1).contiguous()
+        k = F.pad(keys.k[start : start + _BLOCK].float(), (0, 0, 0, 0, 0, missing)).permute(1, 2, 0)
+        v = F.pad(keys.v[start : start + _BLOCK].float(), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
         # What stands behind the last key ends after every query.
-        block_ends = F.pad(ends[start : start + _BLOCK], (0, missing), value=torch.iinfo(torch.int64).max)
-        blocks.append((keys, block_ends, k, v))
-    return blocks
+        yield F.pad(ends[start : start + _BLOCK], (0, missing), value=torch.iinfo(torch.int64).max), k, v

@@ -266,9 +266,7 @@ class CedModel(Model[CedConfig]):
             key = self._key(merged, compressor.norm, cos, sin)
             kv[places.records][0, _picked(span.records(2), low, high)] = records.encode(key, form)
 
-    def _records(
-        self, batch: FlatBatch, span: SequenceSpan, kv: Sequence[Tensor], places: _Places, ratio: int
-    ) -> Keys:
+    def _records(self, batch: FlatBatch, span: SequenceSpan, kv: Sequence[Tensor], places: _Places, ratio: int) -> Keys:
         """All records of the sequence, or those that a confined span sees."""
         if places.records is None:
             raise AssertionError("a layer with a compressor owns no records")

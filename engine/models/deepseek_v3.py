@@ -74,8 +74,7 @@ class DeepseekV3Config(ModelConfig):
             normed_shares=raw["norm_topk_prob"],
             routed_scale=raw["routed_scaling_factor"],
             interleaved=raw.get("rope_interleave", True),
-            rope=raw.get("rope_parameters")
-            or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
+            rope=raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
         )
 
     @property

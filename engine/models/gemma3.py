@@ -1,4 +1,4 @@
-"""Gemma 3 (text): five window layers to one that sees all, each kind with its own rotary base; norms around each part."""
+"""Gemma 3 (text): five window layers to one that sees all, each kind with its own rotary base; norms on all sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss: layers with a window of 128 and layers that see all, in turn; attention sinks; routed experts with biases."""
+"""gpt-oss: layers with a window of 128 and layers that see all, in turn; attention sinks; routed experts."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor, *, invariant: bool 
     if width % _VECTOR:
         x = F.pad(x, (0, -width % _VECTOR))
     flat = x.contiguous().view(-1)
-    if len(flat) > _SERIAL:
-        out = torch.cat([function(piece) for piece in flat.split(_SERIAL)])
-    else:
-        out = function(flat)
+    out = torch.cat([function(piece) for piece in flat.split(_SERIAL)])
     return out.view(x.shape)[..., :width]
 
 

@@ -55,8 +55,7 @@ class LlamaConfig(ModelConfig):
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             qk_norm=raw["model_type"] == "qwen3",
             # `rope_parameters` is transformers 5; before it there were `rope_theta` and `rope_scaling`.
-            rope=raw.get("rope_parameters")
-            or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
+            rope=raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
         )
 
     def kv_groups(self, dtype: torch.dtype) -> tuple[KVGroup, ...]:

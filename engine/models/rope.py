@@ -39,7 +39,7 @@ class Rotary:
         self._pieces: dict[int, Tensor] = {}
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, dim] in `dtype`, of int64 positions [T]; computed in float32 as the reference does."""
+        """cos and sin, each [T, 1, dim] in `dtype`, of int64 positions [T]; computed in float32."""
         if not len(positions):
             empty = torch.empty((0, 1, self.dim), dtype=dtype, device=positions.device)
             return empty, empty

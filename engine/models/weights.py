@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from cachesvc.engine.errors import CheckpointError
 
-
 _SMALL: Final = 1 << 16
 """Elements below which a tensor is kept as stored until it is taken: routers' corrections lose too much in bfloat16."""
 
@@ -54,7 +53,9 @@ class Weights:
         self._path = path
         self._dtype = dtype
         self._device = device
-        self._tensors = {name: tensor if tensor.numel() < _SMALL else tensor.to(dtype) for name, tensor in read_tensors(path)}
+        self._tensors = {
+            name: tensor if tensor.numel() < _SMALL else tensor.to(dtype) for name, tensor in read_tensors(path)
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -65,7 +66,7 @@ class Weights:
         Raises `CheckpointError` when it is missing or has another shape.
         """
         if name not in self._tensors:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}; config.json and weights do not belong together")
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; config.json and weights do not fit")
         tensor = self._tensors.pop(name)
         if tensor.shape != shape:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -41,7 +43,7 @@ CED: dict[str, Any] = {
     "record_format": "fp8",
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 40_000,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "rope_theta": 10000.0,
     "eos_token_id": 198,
 }
@@ -86,6 +88,15 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = (*HUGGING_FACE, "ced")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models as small as these lose more by sharing their work between threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_family(path: Path, name: str, seed: int = 0, **change: Any) -> Path:
@@ -147,6 +158,8 @@ def make_ced(target: Path, raw: dict[str, Any], seed: int = 0) -> Path:
         if ratio == 2:
             tensors[f"{layer}.self_attn.compressor.gate_proj.weight"] = matrix(1, hidden)
     tensors["model.norm.weight"] = norm(hidden)
+    if not raw["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = matrix(raw["vocab_size"], hidden)
     save_file(tensors, target / "model.safetensors")
     return target
 
@@ -181,7 +194,7 @@ class CedReference:
             gate = x @ self._weight(f"{layer}.mlp.gate_proj").T
             up = x @ self._weight(f"{layer}.mlp.up_proj").T
             hidden = hidden + (gate * torch.sigmoid(gate) * up) @ self._weight(f"{layer}.mlp.down_proj").T
-        return self._norm(hidden, "model.norm") @ self.tensors["model.embed_tokens.weight"].T
+        return self._norm(hidden, "model.norm") @ self._weight("lm_head").T
 
     def _attention(
         self,
@@ -252,3 +265,17 @@ class CedReference:
 
     def _weight(self, name: str) -> torch.Tensor:
         return self.tensors[f"{name}.weight"]
+
+
+def add_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer and a chat template; the model needs a vocabulary of at least 260."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))

@@ -155,6 +155,7 @@ class FakeCache(BasePrefixCache):
         adapter: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
         local_tokens: int = 0,
+        counted: bool = True,
     ) -> Pass:
         p = Pass(tokens, PrefixHasher(self._namespace, salt=salt, adapter=adapter, extra=extra))
         assert p.hash(wait=True)
