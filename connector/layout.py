@@ -16,8 +16,9 @@ LAYOUT_VERSION: Final = 1
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 
 
-StorePolicy = Literal["every_block", "never"]
-"""Whether a group is in the payload of every block, or in none: the engine computes it again from what is stored."""
+StorePolicy = Literal["every_block", "checkpoint", "never"]
+"""Whether a group is in the payload of every block, or in none: then a window of it is stored apart at few positions
+(`cachesvc.connector.checkpoints`), or never, and the engine computes it again from what is stored."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ class KVGroup:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KV dtype {self.dtype!r} is not known; use one of {', '.join(DTYPE_BYTES)}")
-        if self.policy not in ("every_block", "never"):
-            raise ValueError(f"store policy {self.policy!r} is not known; use every_block or never")
+        if self.policy not in ("every_block", "checkpoint", "never"):
+            raise ValueError(f"store policy {self.policy!r} is not known; use every_block, checkpoint or never")
+        if self.policy != "every_block" and self.window is None:
+            raise ValueError(f"group {self.name!r} has no window: all of it must be stored")
         if self.tokens_per_record < 1 or BLOCK_TOKENS % self.tokens_per_record:
             raise ValueError(f"tokens_per_record is {self.tokens_per_record}; it must divide {BLOCK_TOKENS}")
 
@@ -97,6 +100,11 @@ class BlockLayout:
     def offset(self, index: int) -> int:
         """Byte at which group `index` starts in the payload."""
         return sum(self.size(i) for i in range(index))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint of one shard: the windows of the groups that are stored there. 0: there are none."""
+        return sum(group.bytes_of(group.window or 0) for group in self.groups if group.policy == "checkpoint")
 
     def split(self, payloads: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
         """For each stored group its index and its part of every payload."""

@@ -160,7 +160,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--pages", type=int, default=2048, metavar="N", help="KV pages of 16 tokens (default 2048)")
     serve.add_argument("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens of a step (default 512)")
     serve.add_argument("--max-running", type=int, default=16, metavar="N", help="requests at a time (default 16)")
-    serve.add_argument("--windows", choices=("every_block", "never"), help="store window layers (default: by model)")
+    serve.add_argument("--windows", choices=("every_block", "checkpoint", "never"), help="store window layers")
     serve.add_argument("--replay", choices=("exact", "bounded"), default="exact", help="of windows that are not stored")
     serve.add_argument("--batch-invariant", action="store_true", help="the same bits whatever is in the batch; slower")
     serve.add_argument("--sync", action="store_true", help="prepare a step only when the last one is over")

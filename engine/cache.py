@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,14 @@ def cache_namespace(
     described = layout.describe()
     if replay == "bounded" and needs_replay(layout):
         described["replay"] = replay
-    return Namespace(model=path.name, revision=content_digest(path), dtype=dtype_name(dtype), layout=described)
+    return Namespace(
+        model=path.name,
+        revision=content_digest(path),
+        dtype=dtype_name(dtype),
+        layout=described,
+        # Checkpoints are shards of their own, behind those of the blocks.
+        shards=2 if layout.checkpoint_bytes else 1,
+    )
 
 
 def needs_replay(layout: BlockLayout) -> bool:
@@ -66,6 +73,28 @@ class BlockMover:
         """The reverse."""
         for index, parts in self._layout.split(payloads):
             self._kernels.gather(self._pool.layers(index), self._slots(table, index, first_block, len(parts)), parts)
+
+    def restore(self, table: PageTable, blocks: int, payload: memoryview) -> None:
+        """From a checkpoint behind so many blocks: the windows that a token there sees."""
+        for layers, slots, part in self._windows(table, blocks, payload):
+            self._kernels.scatter([part], layers, slots)
+
+    def gather_checkpoint(self, table: PageTable, blocks: int, payload: memoryview) -> None:
+        """The reverse. Before the first token of a sequence there is nothing: those bytes are left as they are."""
+        for layers, slots, part in self._windows(table, blocks, payload):
+            self._kernels.gather(layers, slots, [part])
+
+    def _windows(
+        self, table: PageTable, blocks: int, payload: memoryview
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, memoryview]]:
+        """For each group in a checkpoint its layers, slots, and place in the payload."""
+        offset, stop = 0, blocks * BLOCK_TOKENS
+        for index, group in enumerate(self._layout.groups):
+            if group.policy == "checkpoint" and group.window is not None:
+                start = max(0, stop - group.window)
+                slots = table.records(start, stop, group.tokens_per_record)
+                yield self._pool.layers(index), slots, payload[offset : offset + group.bytes_of(stop - start)]
+                offset += group.bytes_of(group.window)
 
     def _slots(self, table: PageTable, index: int, first_block: int, count: int) -> torch.Tensor:
         ratio = self._layout.groups[index].tokens_per_record

@@ -92,7 +92,12 @@ class Engine:
         kernels = kernels_for(model.device)
         self._mover = BlockMover(layout, self._pool, kernels)
         self._handoffs = None if handoffs is None else HandoffStore(handoffs, layout, self._pool, kernels)
-        self._window = max((group.window or 0 for group in layout.groups), default=0) if needs_replay(layout) else 0
+        if model.config.prefill_keep is not None and not needs_replay(layout):
+            raise ValueError("windows of this model cannot be stored: most of a prompt has none in the decoder half")
+        self._layout = layout
+        window = max((group.window or 0 for group in layout.groups), default=0)
+        self._replayed_window = window if needs_replay(layout) else 0
+        self._stored_window = window if layout.checkpoint_bytes else 0
         self._replay = config.replay
         self._scheduler = Scheduler(
             self._pool, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
@@ -160,6 +165,8 @@ class Engine:
             )
         if (publish_as or receive) and self._handoffs is None:
             raise RequestError("this engine has no cache for handing prompts over")
+        if (publish_as or receive) and self._stored_window:
+            raise RequestError("prompts are not handed over where windows are stored at checkpoints; store them never")
         if request_id is None:
             request_id, self._next_id = f"request-{self._next_id}", self._next_id + 1
         if request_id in self._requests:
@@ -186,6 +193,9 @@ class Engine:
 
         With `async_scheduling` the batch is only started, and what is returned comes from the one before it.
         """
+        for request in self._scheduler.asking:
+            if request.receiving is not None:
+                self._receive(request, request.receiving)
         if self._scheduler.must_preempt:
             self._land()
         self._scheduler.make_room()
@@ -194,8 +204,6 @@ class Engine:
         for request in self._scheduler.asking:
             if request.receiving is None:
                 self._load(request)
-            else:
-                self._receive(request, request.receiving)
         before, self._flight = self._flight, self._launch()
         if before is not None:
             self._finish(before)
@@ -269,7 +277,7 @@ class Engine:
         got_token = []
         for chunk in flight.chunks:
             request = chunk.request
-            request.num_done = chunk.stop
+            before, request.num_done = request.num_done, chunk.stop
             request.pending -= chunk.samples
             if chunk.samples and request.finish_reason is None:
                 token = sampled[request.request_id]
@@ -278,6 +286,8 @@ class Engine:
                 got_token.append(request)
                 if request.publish_as is not None and self._handoffs is not None and len(request.generated) == 1:
                     self._handoffs.publish(request.publish_as, request)
+            if self._stored_window:
+                self._save_checkpoints(request, before)
         # Saving comes after the tokens are known, so that it delays nobody's first one.
         for request in dict.fromkeys(chunk.request for chunk in flight.chunks):
             if request.finish_reason is None or request in got_token:
@@ -319,8 +329,11 @@ class Engine:
         def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
             self._mover.scatter(request.table, first_block, payloads)
 
+        def restore(blocks: int, payload: memoryview) -> None:
+            self._mover.restore(request.table, blocks, payload)
+
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
-        loaded = self._cache.load(found, scatter)
+        loaded = self._cache.load(found, scatter, restore)
         if loaded % BLOCK_TOKENS or not 0 <= loaded <= found.hit_tokens < len(request.tokens):
             raise AssertionError(
                 f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
@@ -329,11 +342,13 @@ class Engine:
 
     def _resume(self, request: Request, loaded: int) -> None:
         """Notes that the first `loaded` tokens came out of the cache, and where to begin to compute."""
-        request.hit_tokens = request.num_computed = loaded
+        request.hit_tokens = request.num_computed = request.num_done = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
-        if loaded and self._window:
-            start = replay_start(self._model.config, self._window, loaded, request.full_from, self._replay)
-            request.num_computed = request.seen_from = start
+        if self._stored_window:
+            request.seen_from = max(0, loaded - self._stored_window)
+        if loaded and self._replayed_window:
+            start = replay_start(self._model.config, self._replayed_window, loaded, request.full_from, self._replay)
+            request.num_computed = request.num_done = request.seen_from = start
             request.frozen_until, request.replayed_tokens = loaded, loaded - start
 
     def _receive(self, request: Request, receiving: Receiving) -> None:
@@ -381,8 +396,8 @@ class Engine:
         request.num_computed = request.num_done = request.input_tokens
         request.hit_tokens, request.handed_over = request.input_tokens, True
         request.offered_blocks = whole // BLOCK_TOKENS
-        if self._window:
-            request.seen_from = max(0, request.input_tokens - self._window)
+        if self._replayed_window:
+            request.seen_from = max(0, request.input_tokens - self._replayed_window)
         token = receiving.handed.first_token
         request.append(token, time.perf_counter())
         self._cache.extend(request.cache_pass, [token])
@@ -411,6 +426,16 @@ class Engine:
 
         self._cache.save(_pass(request), done, gather)
         request.offered_blocks = max(request.offered_blocks, blocks)
+
+    def _save_checkpoints(self, request: Request, before: int) -> None:
+        """Offers the windows behind the blocks that the last step completed; the cache says which of them are due."""
+
+        def gather(blocks: int, payload: memoryview) -> None:
+            self._mover.gather_checkpoint(request.table, blocks, payload)
+
+        done = min(request.num_done, len(request.tokens) - 1)
+        if done // BLOCK_TOKENS > before // BLOCK_TOKENS:
+            self._cache.save_checkpoints(_pass(request), before, done, gather)
 
     def _end(self, request: Request) -> None:
         """Frees what a finished or aborted request holds, here and in the cache."""

@@ -119,7 +119,7 @@ class HandoffStore:
         parts, offset = [], _HEADER_BYTES
         for index, group in enumerate(self._layout.groups):
             start = tokens - tokens % BLOCK_TOKENS
-            if group.policy == "never":
+            if group.policy != "every_block":
                 start = max(0, tokens - _span(group))
             stop = tokens - tokens % group.tokens_per_record
             size = group.bytes_of(stop - start)

@@ -105,7 +105,13 @@ def _app(settings: ServeSettings) -> Iterator[ASGIApp]:
             )
             address = settings.cache
             caches.append(
-                PrefixCache(namespace, layout.payload_bytes, address=address, traffic_class=settings.traffic_class)
+                PrefixCache(
+                    namespace,
+                    layout.payload_bytes,
+                    address=address,
+                    traffic_class=settings.traffic_class,
+                    checkpoint_bytes=layout.checkpoint_bytes,
+                )
             )
             if settings.role in ("prefill", "decode"):
                 records = handoff_namespace(namespace)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
+from cachesvc.connector.base import BasePrefixCache, Gather, RestoreCheckpoint, Scatter
 from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.stats import CacheStats
@@ -179,7 +179,7 @@ class FakeCache(BasePrefixCache):
         self.waits += 1
         return self.poll(p)
 
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         assert not p.finished
         assert not p.pending
         limit = p.hit_tokens if self.loadable is None else min(self.loadable, p.hit_tokens)
