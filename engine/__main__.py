@@ -88,6 +88,8 @@ def _demo(options: argparse.Namespace) -> int:
         page_size=options.page_size,
         store=options.store,
         kill_at_turn=options.kill_at_turn,
+        model=options.model,
+        roles=options.roles,
     )
     # An orderly end on SIGTERM too: the daemon and its temporary store must not outlive us.
     before = signal.signal(signal.SIGTERM, _terminated)
@@ -129,6 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="length of an answer (default 16)")
     demo.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
     demo.add_argument("--store", type=Path, metavar="DIR", help="empty directory for the blocks, kept afterwards")
+    demo.add_argument(
+        "--model",
+        choices=("smollm2", "ced"),
+        default="smollm2",
+        help="ced: an encoder-decoder with one compressed KV, with random weights (default smollm2)",
+    )
+    demo.add_argument(
+        "--roles",
+        choices=("both", "split"),
+        default="both",
+        help="split: prompts and answers in two processes, which hand over through the cache (default both)",
+    )
     demo.add_argument(
         "--kill-at-turn", type=int, metavar="N", help="one more round, with the daemon killed while turn N loads"
     )

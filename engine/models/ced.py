@@ -258,7 +258,7 @@ class CedModel(Model[CedConfig]):
             low, high = span.first_position // 2, span.context_length // 2
             if span.frozen or low == high:
                 continue
-            pairs = kv[places.unpaired][0, _picked(span.context, 2 * low, 2 * high), 0].unflatten(0, (-1, 2))
+            pairs = kv[places.unpaired][0, _picked(span.context, 2 * low, 2 * high), 0].view(high - low, 2, -1)
             # The share of the second token; that of the first is the rest.
             second = rowwise(torch.sigmoid, (pairs[:, 1] - pairs[:, 0])[:, -1:], invariant=sure)
             merged = (pairs[:, 0] * (1 - second) + pairs[:, 1] * second)[:, :-1]

@@ -83,7 +83,7 @@ class DeepseekV3Config(ModelConfig):
 
     @property
     def attention_scale(self) -> float:
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        scale: float = (self.nope_dim + self.rope_dim) ** -0.5
         all_dims = self.rope.get("mscale_all_dim")
         return scale * yarn_mscale(self.rope["factor"], all_dims) ** 2 if all_dims else scale
 

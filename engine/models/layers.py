@@ -40,7 +40,7 @@ def routed(x: Tensor, chosen: Tensor, shares: Tensor, experts: Sequence[Callable
     A row's parts are added in the order of the experts' numbers, whatever other rows chose.
     """
     out = torch.zeros_like(x)
-    for number in chosen.unique().tolist():
+    for number in sorted(set(chosen.flatten().tolist())):
         rows, place = torch.where(chosen == number)
         out.index_add_(0, rows, experts[number](x[rows]) * shares[rows, place, None].to(x.dtype))
     return out

@@ -51,14 +51,14 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor, *, invariant: bool 
     if width % _VECTOR:
         x = F.pad(x, (0, -width % _VECTOR))
     flat = x.contiguous().view(-1)
-    out = torch.cat([function(piece) for piece in flat.split(_SERIAL)])
+    out = torch.cat([function(piece) for piece in torch.split(flat, _SERIAL)])
     return out.view(x.shape)[..., :width]
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = len(x)
     x = F.pad(x, (0, 0, 0, -rows % _TILE_ROWS)).contiguous()
-    tiles = [F.linear(tile, weight) for tile in x.split(_TILE_ROWS)]
+    tiles = [F.linear(tile, weight) for tile in torch.split(x, _TILE_ROWS)]
     out = torch.cat(tiles)[:rows] if tiles else x.new_empty((0, len(weight)))
     return out if bias is None else out + bias
 

@@ -1,4 +1,4 @@
-"""The Llama family (Llama 2 and 3, SmolLM2) and Qwen3 in plain torch, over a paged KV pool.
+"""The Llama family (Llama 2 and 3, SmolLM2) and Qwen3, with windows where the configuration has them.
 
 One forward pass takes a *flat* batch: the new tokens of all sequences one after the other, no padding. Everything but
 attention is one matrix product for all of them; attention runs sequence by sequence over that sequence's own slots.
@@ -18,7 +18,14 @@ from torch import Tensor
 from cachesvc.connector.layout import KVGroup
 from cachesvc.engine.models.attention import Attention
 from cachesvc.engine.models.base import FlatBatch, Model, SequenceSpan
-from cachesvc.engine.models.config import ModelConfig, common_fields, require, window_groups
+from cachesvc.engine.models.config import (
+    ModelConfig,
+    common_fields,
+    layer_windows,
+    pool_indices,
+    require,
+    window_groups,
+)
 from cachesvc.engine.models.layers import GatedMLP
 from cachesvc.engine.models.linear import linear
 from cachesvc.engine.models.rope import Rotary, rotate
@@ -35,6 +42,7 @@ class LlamaConfig(ModelConfig):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    windows: tuple[int | None, ...]
     qk_norm: bool
     rope: dict[str, Any]
 
@@ -42,7 +50,7 @@ class LlamaConfig(ModelConfig):
     def from_dict(cls, raw: dict[str, Any]) -> LlamaConfig:
         require(raw.get("model_type") in MODEL_TYPES, "model_type", raw.get("model_type"), " or ".join(MODEL_TYPES))
         require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
-        for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        for name in ("attention_bias", "mlp_bias"):
             require(not raw.get(name), name, raw.get(name), "false")
         heads = raw["num_attention_heads"]
         kv_heads = raw.get("num_key_value_heads") or heads
@@ -53,13 +61,14 @@ class LlamaConfig(ModelConfig):
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            windows=layer_windows(raw) if raw.get("use_sliding_window") else (None,) * raw["num_hidden_layers"],
             qk_norm=raw["model_type"] == "qwen3",
             # `rope_parameters` is transformers 5; before it there were `rope_theta` and `rope_scaling`.
             rope=raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
         )
 
     def kv_groups(self, dtype: torch.dtype) -> tuple[KVGroup, ...]:
-        return window_groups([None] * self.num_hidden_layers, self.num_key_value_heads, self.head_dim, dtype)
+        return window_groups(self.windows, self.num_key_value_heads, self.head_dim, dtype)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class LlamaModel(Model[LlamaConfig]):
         self._layers = layers
         self._norm = norm
         self._head = head
+        self._places = pool_indices(config.windows)
         self._rotary = Rotary(config.head_dim, config.rope, device=self.device)
 
     @classmethod
@@ -131,15 +141,16 @@ class LlamaModel(Model[LlamaConfig]):
         attention = Attention(batch)
 
         hidden = F.embedding(batch.tokens, self._embedding)
-        for layer, pool in zip(self._layers, kv, strict=True):
+        for layer, place, window in zip(self._layers, self._places, config.windows, strict=True):
+            pool = kv[place]
             qkv = linear(F.rms_norm(hidden, width, layer.input_norm, eps), layer.qkv, invariant=sure)
             parts = qkv.split_with_sizes((q_size, kv_size, kv_size), -1)
             q, k, v = (part.reshape(len(qkv), -1, config.head_dim) for part in parts)
             if layer.q_norm is not None:
                 q = F.rms_norm(q, (config.head_dim,), layer.q_norm, eps)
                 k = F.rms_norm(k, (config.head_dim,), layer.k_norm, eps)
-            batch.write(pool, rotate(k, cos, sin), v)
-            attended = attention(rotate(q, cos, sin), pool)
+            batch.write(pool, rotate(k, cos, sin), v, stored=window is None)
+            attended = attention(rotate(q, cos, sin), pool, window=window)
             hidden = hidden + linear(attended, layer.out, invariant=sure)
             hidden = hidden + layer.mlp(F.rms_norm(hidden, width, layer.post_norm, eps), invariant=sure)
         last = F.rms_norm(hidden[batch.logit_rows], width, self._norm, eps)

@@ -29,6 +29,6 @@ def load_model(
     path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Model[ModelConfig]:
     """Loads the checkpoint directory `path`. Raises `CheckpointError` for a family that is not implemented."""
-    kind = read_json(path).get("model_type")
+    kind = str(read_json(path).get("model_type"))
     require(kind in _MODELS, "model_type", kind, ", ".join(_MODELS))
     return _MODELS[kind].load(path, dtype=dtype, device=device)

@@ -67,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def halves(x: Tensor) -> Tensor:
     """From interleaved pairs (DeepSeek) to the order that `rotate` takes."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -79,8 +79,9 @@ def _stretch(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Llama 3: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1.0 - keep) * frequencies / rope["factor"]
+    keep: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    stretched: Tensor = keep * frequencies + (1.0 - keep) * frequencies / rope["factor"]
+    return stretched
 
 
 def _yarn(frequencies: Tensor, rope: dict[str, Any], theta: float, dim: int) -> Tensor:
@@ -98,7 +99,8 @@ def _yarn(frequencies: Tensor, rope: dict[str, Any], theta: float, dim: int) -> 
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
-    return frequencies / rope["factor"] * (1.0 - keep) + frequencies * keep
+    mixed: Tensor = frequencies / rope["factor"] * (1.0 - keep) + frequencies * keep
+    return mixed
 
 
 def _yarn_scale(rope: dict[str, Any]) -> float:

@@ -102,14 +102,13 @@ def test_decode_loads_while_prefill_computes(models: dict[str, Model[Any]]) -> N
     pair.decode.add_request(prompt, SEEDED, receive="x", request_id="it")
     waiting = pair.decode._requests["it"].receiving
     assert waiting is not None
-    loaded = []
+    loaded, outputs = [], []
     while pair.prefill.has_requests:
         pair.prefill.step()
         for _ in range(20):
-            pair.decode.step()
+            outputs += pair.decode.step()
         loaded.append(waiting.loaded)
     assert loaded == [256, 512, 768, 896]
-    outputs = []
     while pair.decode.has_requests:
         outputs += pair.decode.step()
     assert outputs[-1].tokens == pair.alone(prompt)

@@ -17,6 +17,7 @@ from cachesvc.connector.prefix_cache import NullPrefixCache
 from cachesvc.engine.cache import block_layout, cache_namespace
 from cachesvc.engine.engine import Engine, EngineConfig
 from cachesvc.engine.models.base import Model
+from cachesvc.engine.models.ced import CedConfig
 from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.replay import Replay, replay_start
 from cachesvc.engine.request import RequestOutput, SamplingParams
@@ -39,8 +40,16 @@ def run(model: Model[Any], cache: Any, prompt: list[int], config: EngineConfig =
         return engine.generate([prompt], GREEDY)[0]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("windows", ["every_block", "never"])
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("gpt_oss", "every_block"),
+        ("gpt_oss", "never"),
+        ("gemma3", "every_block"),
+        ("gemma3", "never"),
+        ("ced", "never"),
+    ],
+)
 def test_exact_replay_gives_the_tokens_of_no_cache(
     family: str, windows: StorePolicy, models: dict[str, Model[Any]]
 ) -> None:
@@ -85,12 +94,13 @@ def test_a_shorter_replay_than_the_exact_one_would_be_wrong(
     models: dict[str, Model[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = models["gemma3"], random_tokens(1150, seed=2)
-    config = replace(CONFIG, windows="never")
+    config = replace(CONFIG, windows="never", batch_invariant=True)
     cache = FakeCache(model.config, windows="never")
     run(model, cache, prompt, config)
+    assert torch.equal(*(_window_after(model, c, prompt, config) for c in (cache, NullPrefixCache())))
     whole = _window_after(model, cache, prompt, config)
     monkeypatch.setattr("cachesvc.engine.engine.replay_start", lambda *a: replay_start(*a) + 127)
-    assert (_window_after(model, cache, prompt, config) - whole).abs().max() > 1e-3
+    assert not torch.equal(_window_after(model, cache, prompt, config), whole)
 
 
 def _window_after(model: Model[Any], cache: Any, prompt: list[int], config: EngineConfig) -> torch.Tensor:
@@ -98,7 +108,7 @@ def _window_after(model: Model[Any], cache: Any, prompt: list[int], config: Engi
         engine.add_request(prompt, GREEDY)
         while not engine.step():
             pass
-        return engine._pool.kv[-1][:, 1024:1150].clone()
+        return engine._pool.kv[-1][:, 1024 - 127 : 1150].clone()
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -176,13 +186,17 @@ def test_the_decoder_half_is_left_out_of_prefill(models: dict[str, Model[Any]], 
     assert 0.5 < costs[0] / costs[1] < 0.62
 
 
-def test_what_is_stored_of_ced_is_less_than_an_eighth_of_what_windows_would_take(
-    models: dict[str, Model[Any]],
-) -> None:
-    config = models["ced"].config
+def test_what_is_stored_of_ced_is_less_than_an_eighth_of_what_windows_would_take() -> None:
+    shape = {"num_hidden_layers": 8, "n_prefill_layer": 4, "compress_ratios": [1, 2, *[0] * 6]}
+    config = CedConfig.from_dict(CED | shape)
     for dtype in (torch.float32, torch.bfloat16):
         without, with_windows = (block_layout(config, dtype, windows) for windows in (None, "every_block"))
         assert 8 * without.payload_bytes < with_windows.payload_bytes
+
+
+def test_a_model_without_windows_for_most_of_a_prompt_stores_none(models: dict[str, Model[Any]]) -> None:
+    with pytest.raises(ValueError, match="windows of this model cannot be stored"):
+        Engine(models["ced"], NullPrefixCache(), replace(CONFIG, windows="every_block"))
 
 
 def test_what_is_not_stored_is_in_the_namespace(tmp_path: Path) -> None:
