@@ -53,7 +53,11 @@ class SplitRoles:
     def __init__(self, model: Path, cache: str, *, invariant: bool) -> None:
         options = ["--cache", cache, *(["--batch-invariant"] if invariant else [])]
         self._workers = [WorkerProcess("prefill", model, *options)]
-        self._workers.append(WorkerProcess("decode", model, *options))
+        try:
+            self._workers.append(WorkerProcess("decode", model, *options))
+        except DemoError:
+            self._workers[0].stop()
+            raise
         self._router = Router([self._workers[0].url], [self._workers[1].url])
         self._loop = asyncio.new_event_loop()
 

@@ -18,6 +18,9 @@ from cachesvc.engine.models.base import Model
 from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.request import SamplingParams
 
+# Importing transformers alone can take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
 LENGTH, NEW = 700, 8
 BASE = EngineConfig(num_pages=200, page_size=16, max_batch_tokens=1024, batch_invariant=True)
 SEEDED = SamplingParams(temperature=0.8, seed=7, max_new_tokens=NEW, stop_token_ids=())

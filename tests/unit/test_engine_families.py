@@ -18,6 +18,9 @@ from cachesvc.engine.models import records
 from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.request import SamplingParams
 
+# Importing transformers alone can take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
 TOKENS = 330
 NEW = 12
 

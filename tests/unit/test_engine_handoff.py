@@ -20,6 +20,9 @@ from cachesvc.engine.models.base import Model
 from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.request import SamplingParams
 
+# Importing transformers alone can take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
 CONFIG = EngineConfig(num_pages=100, page_size=16, max_batch_tokens=256, batch_invariant=True)
 SEEDED = SamplingParams(temperature=0.8, seed=7, max_new_tokens=12, stop_token_ids=())
 

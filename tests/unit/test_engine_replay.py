@@ -22,6 +22,9 @@ from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.replay import Replay, replay_start
 from cachesvc.engine.request import RequestOutput, SamplingParams
 
+# Importing transformers alone can take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
 GREEDY = SamplingParams(max_new_tokens=16, stop_token_ids=())
 CONFIG = EngineConfig(num_pages=120, page_size=16, max_batch_tokens=256)
 HYBRIDS = ("gpt_oss", "gemma3", "ced")

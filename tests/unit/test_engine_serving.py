@@ -33,6 +33,9 @@ from cachesvc.engine.serving.router import Router
 from cachesvc.engine.serving.thread import EngineThread
 from cachesvc.engine.serving.worker import worker_app
 
+# Importing transformers alone can take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
 CONFIG = EngineConfig(num_pages=400, page_size=16, batch_invariant=True, async_scheduling=True)
 LONG = [{"role": "user", "content": "tell me about caches. " * 20}]
 MODEL = "tiny"
