@@ -173,29 +173,29 @@ def stored_bytes(run: Run, place: Path) -> None:
         one(run, "stored bytes per token", params, sizes["never"], "B", baseline=base, target=1 / 8, at_most=True)
 
 
-def quality(run: Run, patterns: Sequence[tuple[str, int, int]], hit: int) -> None:
-    """Against windows that were computed: `patterns` are (name, window, one full layer in so many)."""
+def quality(run: Run, cases: Sequence[tuple[int, int]], hit: int) -> None:
+    """Against windows that were computed: `cases` are (how many layers see only a window, its tokens)."""
     path = ensure_model()
     tokenizer = ChatTokenizer(path)
     text = tokenizer.render([message for turn in load_transcript().turns for message in turn])
     tokens = tokenizer.encode(text)[: hit + SCORED + 1]
     whole = LlamaModel.load(path)
-    for name, window, period in patterns:
-        layers = whole.config.num_hidden_layers
-        windows = tuple(None if (i + 1) % period == 0 else window for i in range(layers))
+    layers = whole.config.num_hidden_layers
+    for count, window in cases:
+        # Evenly spread, as hybrid models have them.
+        windows = tuple(window if (i + 1) * count // layers > i * count // layers else None for i in range(layers))
         model = LlamaModel(
             replace(whole.config, windows=windows), whole._embedding, whole._layers, whole._norm, whole._head
         )
         cold = Prompt.of(model, tokens)
         cold.compute(0, hit)
         expected = cold.compute(hit, hit + SCORED, logits=True)
-        params = {"model": path.name, "layers": name, "window": window, "hit": hit, "scored": SCORED}
-        params["window_layers"] = layers - windows.count(None)
-        for mode in ("exact", "bounded"):
+        params = {"model": path.name, "window_layers": count, "window": window, "hit": hit, "scored": SCORED}
+        modes: tuple[Replay, ...] = ("exact", "bounded")
+        for mode in modes:
             warm = cold.after_hit(hit)
             taken = warm.replay(hit, mode, window)
-            start = hit - taken
-            got = warm.compute(hit, hit + SCORED, logits=True, seen_from=start)
+            got = warm.compute(hit, hit + SCORED, logits=True, seen_from=hit - taken)
             compare(run, mode, {**params, "replayed_tokens": taken}, expected, got, tokens[hit + 1 :])
 
 
@@ -233,6 +233,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="shorter prompts, fewer cases: about a minute")
     parser.add_argument("--json", action="store_true", help="accepted for uniformity: JSON is all that is printed")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=("cost", "stored", "prefill", "quality"), action="append")
     parser.add_argument("--threads", type=int, help="of torch")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -240,24 +241,20 @@ def main() -> int:
     quick = arguments.quick
     contexts = (1024, 4096, 32768) if quick else (1024, 2048, 4096, 8192, 16384, 32768)
     depths = (4, 16) if quick else (4, 8, 16)
-    patterns = (
-        [("5 windows : 1 full", 128, 6)]
-        if quick
-        else [
-            ("5 windows : 1 full", 128, 6),
-            ("1 window : 1 full", 128, 2),
-            ("5 windows : 1 full", 512, 6),
-            ("14 windows : 1 full", 128, 15),
-        ]
-    )
+    cases = ((5, 128), (25, 128)) if quick else ((5, 128), (15, 128), (25, 128), (15, 512))
+    wanted = arguments.only or ["cost", "stored", "prefill", "quality"]
     run = Run("bench/engine_replay.py", {"quick": quick, "threads": torch.get_num_threads()})
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        cost(run, place, contexts, depths, arguments.repeats)
-        stored_bytes(run, place)
-        prefill(run, place, 2048 if quick else 4096, arguments.repeats)
-    quality(run, patterns, 1024 if quick else 2048)
+        if "cost" in wanted:
+            cost(run, place, contexts, depths, arguments.repeats)
+        if "stored" in wanted:
+            stored_bytes(run, place)
+        if "prefill" in wanted:
+            prefill(run, place, 2048 if quick else 4096, arguments.repeats)
+    if "quality" in wanted:
+        quality(run, cases, 1024 if quick else 2560)
     run.params = {**run.params, "seconds": round(time.perf_counter() - started)}
     result = run.to_json()
     print(json.dumps(result, indent=1))
