@@ -254,7 +254,7 @@ def main() -> int:
         if "prefill" in wanted:
             prefill(run, place, 2048 if quick else 4096, arguments.repeats)
     if "quality" in wanted:
-        quality(run, cases, 1024 if quick else 2560)
+        quality(run, cases, 1024 if quick else 2048)
     run.params = {**run.params, "seconds": round(time.perf_counter() - started)}
     result = run.to_json()
     print(json.dumps(result, indent=1))

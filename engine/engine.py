@@ -17,9 +17,10 @@ from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.cache import BlockMover, block_layout, needs_replay
 from cachesvc.engine.errors import RequestError
-from cachesvc.engine.handoff import HandoffStore, Receiving
+from cachesvc.engine.handoff import HandoffStore
 from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.base import Model
+from cachesvc.engine.receiving import Receiver, Receiving
 from cachesvc.engine.replay import Replay, replay_start
 from cachesvc.engine.request import Request, RequestOutput, SamplingParams
 from cachesvc.engine.runner import Runner
@@ -92,6 +93,7 @@ class Engine:
         kernels = kernels_for(model.device)
         self._mover = BlockMover(layout, self._pool, kernels)
         self._handoffs = None if handoffs is None else HandoffStore(handoffs, layout, self._pool, kernels)
+        self._receiver = None if self._handoffs is None else Receiver(cache, self._handoffs, self._mover)
         if model.config.prefill_keep is not None and not needs_replay(layout):
             raise ValueError("windows of this model cannot be stored: most of a prompt has none in the decoder half")
         self._layout = layout
@@ -148,8 +150,8 @@ class Engine:
         """Queues a prompt and returns its id. The time to the first token counts from here.
 
         `salt` keeps a tenant's blocks apart from those of others. `publish_as` hands the prompt, computed up to its
-        first token, to an engine that is given the same name as `receive`; that one computes the prompt itself when
-        nothing has come by `receive_deadline_s`. Raises `RequestError` for a prompt that is empty,
+        first token, to an engine that is given the same name as `receive`; that one computes what is missing itself when
+        nothing has come for `receive_deadline_s`. Raises `RequestError` for a prompt that is empty,
         holds a token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
         """
         params = params or SamplingParams()
@@ -353,49 +355,20 @@ class Engine:
 
     def _receive(self, request: Request, receiving: Receiving) -> None:
         """Takes what the other engine has stored so far. Goes on when that is all, or when it takes too long."""
-        handoffs = self._handoffs
-        if handoffs is None:
+        if self._receiver is None:
             raise AssertionError(f"request {request.request_id!r} waits for a prompt without a cache to take it from")
-        whole = request.input_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-
-        def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._mover.scatter(request.table, first_block, payloads)
-
-        if receiving.blocks is not None and self._cache.poll(receiving.blocks):
-            if receiving.blocks.hit_tokens > receiving.loaded:
-                receiving.loaded = max(receiving.loaded, self._cache.load(receiving.blocks, scatter))
-            self._cache.finish(receiving.blocks)
-            receiving.blocks = None
-        if receiving.record is not None and handoffs.cache.poll(receiving.record):
-            receiving.handed = receiving.handed or handoffs.take(receiving.record, request)
-            handoffs.cache.finish(receiving.record)
-            receiving.record = None
-        complete = receiving.handed is not None and receiving.loaded >= whole
-        if not complete and not receiving.expired:
-            if receiving.may_ask():
-                if receiving.loaded < whole and receiving.blocks is None:
-                    # One token more than the prompt, so that its last block can be hit even if it is full.
-                    receiving.blocks = self._cache.begin(
-                        [*request.tokens, 0],
-                        traffic_class=request.traffic_class,
-                        salt=request.salt,
-                        local_tokens=receiving.loaded,
-                        counted=False,
-                    )
-                if receiving.handed is None and receiving.record is None:
-                    receiving.record = handoffs.ask(receiving.handoff)
+        if not self._receiver.advance(request, receiving):
             return
-        self._stop_receiving(receiving)
         request.receiving, request.asking = None, False
         request.cache_pass = self._cache.begin(
             request.tokens, traffic_class=request.traffic_class, salt=request.salt, counted=False
         )
-        if not complete or receiving.handed is None:
+        if receiving.handed is None:
             self._resume(request, min(receiving.loaded, (request.input_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS))
             return
         request.num_computed = request.num_done = request.input_tokens
         request.hit_tokens, request.handed_over = request.input_tokens, True
-        request.offered_blocks = whole // BLOCK_TOKENS
+        request.offered_blocks = request.input_tokens // BLOCK_TOKENS
         if self._replayed_window:
             request.seen_from = max(0, request.input_tokens - self._replayed_window)
         token = receiving.handed.first_token
@@ -404,12 +377,6 @@ class Engine:
         self._outbox.append(request.output())
         if request.finish_reason is not None:
             self._end(request)
-
-    def _stop_receiving(self, receiving: Receiving) -> None:
-        if receiving.blocks is not None:
-            self._cache.finish(receiving.blocks)
-        if receiving.record is not None and self._handoffs is not None:
-            self._handoffs.cache.finish(receiving.record)
 
     def _save(self, request: Request) -> None:
         """Offers the blocks that the last step completed, those of the answer like those of the prompt.
@@ -442,8 +409,8 @@ class Engine:
         request.finished_at = request.finished_at or time.perf_counter()
         del self._requests[request.request_id]
         self._scheduler.remove(request)
-        if request.receiving is not None:
-            self._stop_receiving(request.receiving)
+        if request.receiving is not None and self._receiver is not None:
+            self._receiver.stop(request.receiving)
         if request.cache_pass is not None:
             self._cache.finish(request.cache_pass)
 

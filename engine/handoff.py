@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -32,8 +31,6 @@ from cachesvc.keys import BLOCK_TOKENS, Namespace
 HANDOFF_CLASS: Final = "handoff"
 _HEADER_BYTES: Final = 4096
 _PUBLISH_WAIT_S: Final = 0.5
-_ASK_AGAIN_S: Final = 0.01
-"""How long to wait before asking for what was not there yet."""
 
 
 def handoff_namespace(namespace: Namespace) -> Namespace:
@@ -128,31 +125,6 @@ class HandoffStore:
                 parts.append((self._pool.layers(index), slots, payload[offset : offset + size]))
             offset += group.bytes_of(_span(group))
         return parts
-
-
-class Receiving:
-    """A request that waits for another engine: its blocks are loaded as they come, its record at the end."""
-
-    def __init__(self, handoff: str, deadline_s: float) -> None:
-        self.handoff = handoff
-        self.deadline = time.monotonic() + deadline_s
-        self.loaded = 0
-        self.handed: Handed | None = None
-        self.blocks: Pass | None = None
-        self.record: Pass | None = None
-        self._next_ask = 0.0
-
-    def may_ask(self) -> bool:
-        """Whether enough time is over since something was asked for last."""
-        now = time.monotonic()
-        if now < self._next_ask:
-            return False
-        self._next_ask = now + _ASK_AGAIN_S
-        return True
-
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() >= self.deadline
 
 
 def _span(group: KVGroup) -> int:

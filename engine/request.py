@@ -13,7 +13,7 @@ from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PageTable
 
 if TYPE_CHECKING:
-    from cachesvc.engine.handoff import Receiving
+    from cachesvc.engine.receiving import Receiving
 
 FinishReason = Literal["stop", "length", "abort"]
 
