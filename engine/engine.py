@@ -150,9 +150,9 @@ class Engine:
         """Queues a prompt and returns its id. The time to the first token counts from here.
 
         `salt` keeps a tenant's blocks apart from those of others. `publish_as` hands the prompt, computed up to its
-        first token, to an engine that is given the same name as `receive`; that one computes what is missing itself when
-        nothing has come for `receive_deadline_s`. Raises `RequestError` for a prompt that is empty,
-        holds a token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
+        first token, to an engine that is given the same name as `receive`; what has not come to that one when nothing
+        has for `receive_deadline_s`, it computes itself. Raises `RequestError` for a prompt that is empty, holds a
+        token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
         """
         params = params or SamplingParams()
         limit = self._model.config.max_position_embeddings
