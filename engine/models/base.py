@@ -69,6 +69,11 @@ class FlatBatch:
     invariant: bool = False
     """Compute so that no row's result depends on what else is in the batch."""
 
+    @property
+    def stop(self) -> int:
+        """The end of the longest context: all positions are below it."""
+        return max((span.context_length for span in self.spans), default=0)
+
     @cached_property
     def _fresh(self) -> Tensor | None:
         """int64 [m] rows whose KV is written in stored groups; None: all."""

@@ -202,7 +202,7 @@ class CedModel(Model[CedConfig]):
         """Some layers, one after the other. `seen` holds for each span the records of the last owner so far."""
         config, sure = self.config, batch.invariant
         width, eps = (config.hidden_size,), config.rms_norm_eps
-        cos, sin = self._rotary.at(batch.positions, self.dtype)
+        cos, sin = self._rotary.at(batch.positions, self.dtype, batch.stop)
         attention = Attention(batch)
         for number in numbers:
             layer, places = self._layers[number], self._places[number]
@@ -262,7 +262,8 @@ class CedModel(Model[CedConfig]):
             # The share of the second token; that of the first is the rest.
             second = rowwise(torch.sigmoid, (pairs[:, 1] - pairs[:, 0])[:, -1:], invariant=sure)
             merged = (pairs[:, 0] * (1 - second) + pairs[:, 1] * second)[:, :-1]
-            cos, sin = self._rotary.at(torch.arange(2 * low + 1, 2 * high, 2, device=merged.device), self.dtype)
+            ends = torch.arange(2 * low + 1, 2 * high, 2, device=merged.device)
+            cos, sin = self._rotary.at(ends, self.dtype, batch.stop)
             key = self._key(merged, compressor.norm, cos, sin)
             kv[places.records][0, _picked(span.records(2), low, high)] = records.encode(key, form)
 

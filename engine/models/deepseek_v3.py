@@ -148,7 +148,7 @@ class DeepseekV3Model(Model[DeepseekV3Config]):
     def forward(self, batch: FlatBatch, kv: Sequence[Tensor]) -> Tensor:
         config, sure = self.config, batch.invariant
         eps, width = config.rms_norm_eps, (config.hidden_size,)
-        cos, sin = self._rotary.at(batch.positions, self.dtype)
+        cos, sin = self._rotary.at(batch.positions, self.dtype, batch.stop)
         order = halves if config.interleaved else torch.clone
         attention = Attention(batch)
 

@@ -144,8 +144,8 @@ class Gemma3Model(Model[Gemma3Config]):
     def forward(self, batch: FlatBatch, kv: Sequence[Tensor]) -> Tensor:
         config, sure = self.config, batch.invariant
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        full = self._full_rotary.at(batch.positions, self.dtype)
-        windowed = self._window_rotary.at(batch.positions, self.dtype)
+        full = self._full_rotary.at(batch.positions, self.dtype, batch.stop)
+        windowed = self._window_rotary.at(batch.positions, self.dtype, batch.stop)
         attention = Attention(batch)
 
         hidden = F.embedding(batch.tokens, self._embedding) * self._embedding_scale

@@ -137,7 +137,7 @@ class LlamaModel(Model[LlamaConfig]):
         config, sure = self.config, batch.invariant
         eps, width = config.rms_norm_eps, (config.hidden_size,)
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        cos, sin = self._rotary.at(batch.positions, self.dtype)
+        cos, sin = self._rotary.at(batch.positions, self.dtype, batch.stop)
         attention = Attention(batch)
 
         hidden = F.embedding(batch.tokens, self._embedding)

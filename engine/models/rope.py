@@ -36,27 +36,21 @@ class Rotary:
             frequencies = _yarn(frequencies, rope, theta, dim)
             self.scale = _yarn_scale(rope)
         self._frequencies = frequencies.to(device)
-        self._pieces: dict[int, Tensor] = {}
+        self._table = torch.empty((2, 0, dim), dtype=torch.float32, device=device)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, dim] in `dtype`, of int64 positions [T]; computed in float32."""
-        if not len(positions):
-            empty = torch.empty((0, 1, self.dim), dtype=dtype, device=positions.device)
-            return empty, empty
-        low, high = int(positions.min()) // _PIECE, int(positions.max()) // _PIECE
-        table = torch.cat([self._piece(index) for index in range(low, high + 1)], dim=1)
-        cos, sin = table[:, positions - low * _PIECE, None].to(dtype)
+    def at(self, positions: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, dim] in `dtype`, of int64 positions [T] below `stop`; computed in float32."""
+        while self._table.shape[1] < stop:
+            self._table = torch.cat((self._table, self._piece(self._table.shape[1])), 1)
+        cos, sin = self._table[:, positions, None].to(dtype)
         return cos, sin
 
-    def _piece(self, index: int) -> Tensor:
+    def _piece(self, start: int) -> Tensor:
         """float32 [2, _PIECE, dim]."""
-        if index not in self._pieces:
-            device = self._frequencies.device
-            positions = torch.arange(index * _PIECE, (index + 1) * _PIECE, dtype=torch.float32, device=device)
-            angles = positions[:, None] * self._frequencies
-            angles = torch.cat((angles, angles), -1)
-            self._pieces[index] = torch.stack((angles.cos(), angles.sin())) * self.scale
-        return self._pieces[index]
+        positions = torch.arange(start, start + _PIECE, dtype=torch.float32, device=self._frequencies.device)
+        angles = positions[:, None] * self._frequencies
+        angles = torch.cat((angles, angles), -1)
+        return torch.stack((angles.cos(), angles.sin())) * self.scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

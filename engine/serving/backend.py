@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,7 +73,7 @@ class Event:
 class Backend(Protocol):
     """Computes. Ending the iteration early aborts the request."""
 
-    def generate(self, job: Job) -> AsyncIterator[Event]:
+    def generate(self, job: Job) -> AsyncGenerator[Event, None]:
         """The tokens of the answer. Raises `RequestError` for a job that can never run, `BackendError` otherwise."""
         ...
 

@@ -177,7 +177,7 @@ class OpenAIServer:
     async def _pieces(self, answer: _Answer) -> AsyncIterator[tuple[str, str | None, dict[str, Any]]]:
         """(text, finish reason at the end, usage so far) for every token."""
         text = TextStream(self._chat, answer.body.stops)
-        async with aclosing(self._backend.generate(answer.job)) as events:  # type: ignore[type-var]
+        async with aclosing(self._backend.generate(answer.job)) as events:
             async for event in events:
                 said = text.push(event.token, last=event.finish_reason is not None)
                 reason = "stop" if text.stopped else event.finish_reason

@@ -13,7 +13,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ class Router:
                 continue
         return False
 
-    async def generate(self, job: Job) -> AsyncIterator[Event]:
+    async def generate(self, job: Job) -> AsyncGenerator[Event, None]:
         name = uuid.uuid4().hex
         inbox: asyncio.Queue[Event | Exception] = asyncio.Queue()
         prefill = asyncio.create_task(self._compute_prompt(replace(job, publish_as=name), inbox))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,7 +48,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, job: Job) -> AsyncIterator[Event]:
+    async def generate(self, job: Job) -> AsyncGenerator[Event, None]:
         if not self._thread.is_alive():
             raise BackendError("the engine has stopped; restart the server")
         if len(self._clients) >= MAX_REQUESTS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Final
 
@@ -41,8 +42,9 @@ def worker_app(backend: Backend, caches: Sequence[BasePrefixCache]) -> Starlette
 
     async def lines(job: Job) -> AsyncIterator[str]:
         try:
-            async for event in backend.generate(job):
-                yield json.dumps(asdict(event)) + "\n"
+            async with aclosing(backend.generate(job)) as events:
+                async for event in events:
+                    yield json.dumps(asdict(event)) + "\n"
             if job.publish_as is not None:
                 stored = [await asyncio.to_thread(cache.flush, _FLUSH_TIMEOUT_S) for cache in caches]
                 yield json.dumps({"stored": all(stored)}) + "\n"
