@@ -40,7 +40,7 @@ def decode(records: Tensor, values: int, form: str, dtype: torch.dtype) -> Tenso
 
 
 def _encode_fp8(x: Tensor) -> Tensor:
-    grouped = x.view(*x.shape[:-1], -1, _FP8_GROUP)
+    grouped = x.view(*x.shape[:-1], x.shape[-1] // _FP8_GROUP, _FP8_GROUP)
     # The exponent of the smallest power of two above largest / 448: nothing is cut off.
     exponent = torch.frexp(grouped.abs().amax(-1) / _FP8_MAX).exponent.clamp(1 - _E8M0_BIAS, _E8M0_BIAS - 1)
     scaled = (grouped * _power_of_two(-exponent)[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
@@ -50,7 +50,7 @@ def _encode_fp8(x: Tensor) -> Tensor:
 
 def _decode_fp8(records: Tensor, values: int) -> Tensor:
     data, scales = records[..., :values].contiguous(), records[..., values:]
-    grouped = data.view(torch.float8_e4m3fn).float().view(*data.shape[:-1], -1, _FP8_GROUP)
+    grouped = data.view(torch.float8_e4m3fn).float().view(*data.shape[:-1], values // _FP8_GROUP, _FP8_GROUP)
     return (grouped * _power_of_two(scales.to(torch.int32) - _E8M0_BIAS)[..., None]).flatten(-2)
 
 
@@ -60,7 +60,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _encode_fp4(x: Tensor) -> Tensor:
-    grouped = x.view(*x.shape[:-1], -1, _FP4_GROUP)
+    grouped = x.view(*x.shape[:-1], x.shape[-1] // _FP4_GROUP, _FP4_GROUP)
     scale = (grouped.abs().amax(-1) / _FP4_MAX).clamp(_E4M3_TINY, _FP8_MAX).to(torch.float8_e4m3fn)
     scaled = (grouped / scale.float()[..., None]).flatten(-2)
     known = torch.tensor(_FP4_VALUES, device=x.device)
@@ -73,5 +73,5 @@ def _decode_fp4(records: Tensor, values: int) -> Tensor:
     data, scales = records[..., : values // 2], records[..., values // 2 :].contiguous()
     codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).long()
     known = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)), device=records.device)
-    grouped = known[codes].view(*codes.shape[:-1], -1, _FP4_GROUP)
+    grouped = known[codes].view(*codes.shape[:-1], values // _FP4_GROUP, _FP4_GROUP)
     return (grouped * scales.view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)

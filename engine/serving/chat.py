@@ -63,11 +63,12 @@ class TextStream:
         """What can be said now: nothing that may turn out to be the beginning of a stop, or half of a character."""
         self._tokens.append(token)
         text = self._chat.decode(self._tokens)
+        if not last:
+            text = text.rstrip(_UNFINISHED)
         cuts = [text.find(stop) for stop in self._stops if stop in text]
         if cuts:
             text, self.stopped = text[: min(cuts)], True
         elif not last:
-            text = text.rstrip(_UNFINISHED)
             text = text[: len(text) - self._held_back(text)]
         said, self._sent = text[self._sent :], max(self._sent, len(text))
         return said
