@@ -54,7 +54,8 @@ def make_ced(path: Path, shape: CedShape, seed: int = 0) -> Path:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        values: torch.Tensor = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return values
 
     tensors = {"model.embed_tokens.weight": torch.randn(shape.vocabulary, shape.hidden, generator=generator)}
     for index, ratio in enumerate(ratios):
