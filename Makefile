@@ -1,4 +1,5 @@
 # make run    the demonstration: a real model, with the cache off, cold, warm, and after a restart
+#             make run ARGS='--model ced' or ARGS='--roles split': another model, prefill and decode apart
 # make test   the tests            make lint   ruff and mypy --strict            make proto   regenerate the stubs
 # make test-long    what takes longer: real traces, recordings, benchmarks, stress
 # make test-vllm    the connector in a real vLLM, in an environment of its own: CPU only, 4 GB, 20 minutes the first time
@@ -32,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-model.txt
 	@touch $@
 
 run: venv
-	@$(BIN)/python -m cachesvc.engine demo
+	@$(BIN)/python -m cachesvc.engine demo $(ARGS)
 
 test: venv
 	$(BIN)/python -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder --durations 5

@@ -61,11 +61,13 @@ class BasePrefixCache(ABC):
         adapter: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
         local_tokens: int = 0,
+        counted: bool = True,
     ) -> Pass:
         """Starts the look-up of a prompt and returns at once.
 
         `salt` separates tenants, `adapter` names a LoRA, `extra` maps a block's index to the digests of images or audio
         in it; `local_tokens` are already in the engine's own cache and are not loaded.
+        A pass that is not `counted` is not accounted: another engine asks for the same prompt, and is.
         """
 
     @abstractmethod

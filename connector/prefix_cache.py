@@ -116,6 +116,7 @@ class PrefixCache(BasePrefixCache):
         adapter: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
         local_tokens: int = 0,
+        counted: bool = True,
     ) -> Pass:
         if not self._usable:
             p = Pass(tokens)
@@ -130,6 +131,7 @@ class PrefixCache(BasePrefixCache):
             seed=(salt, adapter),
             memory=None if extra else self._prompts,
         )
+        p.counted = counted
         self._counters.add(lookups=1, input_tokens=len(tokens))
         if self._link.current() is None or not self._lookups.submit(partial(self._look_up, p)):
             p.put_answer(self._not_asked(p))
@@ -438,6 +440,7 @@ class NullPrefixCache(BasePrefixCache):
         adapter: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
         local_tokens: int = 0,
+        counted: bool = True,
     ) -> Pass:
         return Pass(tokens)
 

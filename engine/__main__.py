@@ -1,4 +1,4 @@
-"""``python -m cachesvc.engine demo``: progress goes to stderr, the result to stdout."""
+"""``python -m cachesvc.engine``: ``demo``, with progress on stderr and the result on stdout; ``serve``: over HTTP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,61 @@ from cachesvc.engine.errors import EngineError
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 all answers agree, 1 they do not, 2 something is missing or wrong, 130 Ctrl-C, 143 SIGTERM."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     # Read when torch is loaded. By default its threads spin while they wait for each other, which makes everything many
     # times slower as soon as another program wants one of the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return _demo(options) if options.command == "demo" else _serve(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        from cachesvc.engine.engine import EngineConfig
+        from cachesvc.engine.serving.serve import ServeSettings, serve
+    except ModuleNotFoundError as error:
+        print(f"cachesvc.engine serve: {error}; pip install 'cachesvc[server]'", file=sys.stderr)
+        return 2
+    try:
+        path = options.model
+        if path is None:
+            from cachesvc.engine.convert import ensure_model
+
+            path = ensure_model()
+        serve(
+            ServeSettings(
+                model=path,
+                role=options.role,
+                host=options.host,
+                port=options.port,
+                cache=options.cache,
+                no_cache=options.no_cache,
+                traffic_class=options.traffic_class,
+                dtype=options.dtype,
+                device=options.device,
+                threads=options.threads,
+                engine=EngineConfig(
+                    num_pages=options.pages,
+                    max_batch_tokens=options.max_batch_tokens,
+                    max_running=options.max_running,
+                    windows=options.windows,
+                    replay=options.replay,
+                    batch_invariant=options.batch_invariant,
+                    async_scheduling=not options.sync,
+                ),
+                prefill=tuple(options.prefill or ()),
+                decode=tuple(options.decode or ()),
+            )
+        )
+    except (EngineError, ValueError) as error:
+        print(f"cachesvc.engine serve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
     # Torch takes seconds to import; a mistake on the command line should not wait for it.
     try:
         from cachesvc.engine.demo import Demo, DemoSettings
@@ -37,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         page_size=options.page_size,
         store=options.store,
         kill_at_turn=options.kill_at_turn,
+        model=options.model,
+        roles=options.roles,
     )
     # An orderly end on SIGTERM too: the daemon and its temporary store must not outlive us.
     before = signal.signal(signal.SIGTERM, _terminated)
@@ -79,9 +132,52 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)")
     demo.add_argument("--store", type=Path, metavar="DIR", help="empty directory for the blocks, kept afterwards")
     demo.add_argument(
+        "--model",
+        choices=("smollm2", "ced"),
+        default="smollm2",
+        help="ced: an encoder-decoder with one compressed KV, with random weights (default smollm2)",
+    )
+    demo.add_argument(
+        "--roles",
+        choices=("both", "split"),
+        default="both",
+        help="split: prompts and answers in two processes, which hand over through the cache (default both)",
+    )
+    demo.add_argument(
         "--kill-at-turn", type=int, metavar="N", help="one more round, with the daemon killed while turn N loads"
     )
+    _add_serve(commands)
     return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API, in one process or with prefill and decode apart",
+        description="Serves a model. Role both: engine and HTTP API in one process. Roles prefill and decode: workers, "
+        "which hand prompts over through the cache; front: the HTTP API before such workers.",
+    )
+    serve.add_argument("--model", type=Path, metavar="DIR", help="checkpoint directory (default: SmolLM2-135M)")
+    serve.add_argument("--role", choices=("both", "prefill", "decode", "front"), default="both")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default 8000)")
+    serve.add_argument("--prefill", action="append", metavar="URL", help="role front: a prefill worker; repeatable")
+    serve.add_argument("--decode", action="append", metavar="URL", help="role front: a decode worker; repeatable")
+    serve.add_argument(
+        "--cache", metavar="ADDRESS", help="address of the daemon (default: CACHESVC_ADDRESS, its socket)"
+    )
+    serve.add_argument("--no-cache", action="store_true", help="compute everything")
+    serve.add_argument("--traffic-class", default="agent", metavar="NAME", help="for requests that name none")
+    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    serve.add_argument("--device", default="cpu")
+    serve.add_argument("--threads", type=int, metavar="N", help="of torch (default: all cores)")
+    serve.add_argument("--pages", type=int, default=2048, metavar="N", help="KV pages of 16 tokens (default 2048)")
+    serve.add_argument("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens of a step (default 512)")
+    serve.add_argument("--max-running", type=int, default=16, metavar="N", help="requests at a time (default 16)")
+    serve.add_argument("--windows", choices=("every_block", "checkpoint", "never"), help="store window layers")
+    serve.add_argument("--replay", choices=("exact", "bounded"), default="exact", help="of windows that are not stored")
+    serve.add_argument("--batch-invariant", action="store_true", help="the same bits whatever is in the batch; slower")
+    serve.add_argument("--sync", action="store_true", help="prepare a step only when the last one is over")
 
 
 if __name__ == "__main__":

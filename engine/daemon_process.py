@@ -38,6 +38,8 @@ class DaemonProcess:
         """Starts the process; does not wait until it answers."""
         options = ["--store", str(self._store), "--socket", str(self._socket), "--listen", "", "--metrics", ""]
         options += ["--arena-bytes", _ARENA_BYTES]
+        # Prompts that one worker hands to another need a class of their own; see `handoff`.
+        options += ["--class", "agent=3d", "--class", "chat=7d", "--class", "handoff=10m"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cachesvc.cli.main", "serve", *options],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import torch
 from rich.console import Console
@@ -24,9 +24,12 @@ from cachesvc.engine.cache import block_layout, cache_namespace
 from cachesvc.engine.convert import ensure_model
 from cachesvc.engine.daemon_process import DaemonProcess
 from cachesvc.engine.demo_report import DemoResult, KillResult, TurnResult
+from cachesvc.engine.demo_split import SplitRoles
 from cachesvc.engine.engine import Engine, EngineConfig
 from cachesvc.engine.errors import DemoError
-from cachesvc.engine.models.llama import LlamaModel
+from cachesvc.engine.made import made_beside
+from cachesvc.engine.models.base import Model
+from cachesvc.engine.models.loading import load_model
 from cachesvc.engine.request import SamplingParams
 from cachesvc.engine.tokenizer import ChatTokenizer, Conversation, Message
 from cachesvc.engine.transcript import load_transcript
@@ -45,6 +48,10 @@ class DemoSettings:
     page_size: int = 16
     store: Path | None = None
     kill_at_turn: int | None = None
+    model: Literal["smollm2", "ced"] = "smollm2"
+    """`ced` has random weights: it shows what is stored and computed again, and says nothing that makes sense."""
+    roles: Literal["both", "split"] = "both"
+    """`split` computes prompts and answers in two processes, in all rounds but the one without the cache."""
 
 
 class Demo:
@@ -66,9 +73,16 @@ class Demo:
         self._turns = transcript.turns[:count]
         self._threads = _use_all_cores()
 
+        if settings.roles == "split" and settings.kill_at_turn is not None:
+            raise DemoError("--kill-at-turn is for one process; leave out --roles split")
         path = ensure_model(console)
+        if settings.model == "ced":
+            path = made_beside(path)
+        # Random weights decide by less than rounding does: there only the same bits give the same words.
+        self._invariant = settings.model == "ced"
+        self._path = path
         with console.status(f"Loading {path.name}"):
-            self._model = LlamaModel.load(path)
+            self._model: Model[Any] = load_model(path)
             self._tokenizer = ChatTokenizer(path)
             self._namespace: Namespace = cache_namespace(path, self._model.config, self._model.dtype)
         self._payload_bytes = block_layout(self._model.config, self._model.dtype).payload_bytes
@@ -84,14 +98,14 @@ class Demo:
         with tempfile.TemporaryDirectory(prefix="cachesvc-demo-") as scratch:
             daemon = DaemonProcess(settings.store or Path(scratch) / "store", Path(scratch))
             try:
-                with self._daemon_cache(daemon) as cache:
+                with self._daemon_cache(daemon) as cache, self._workers(daemon) as split:
                     off = self._play("off", NullPrefixCache())
-                    cold = self._play("cold", cache)
-                    warm = self._play("warm", cache)
+                    cold = self._play("cold", cache, split=split)
+                    warm = self._play("warm", cache, split=split)
                 daemon.stop()
                 self._console.print("The daemon was stopped; it starts again on the same store.")
-                with self._daemon_cache(daemon) as cache:
-                    restart = self._play("restart", cache)
+                with self._daemon_cache(daemon) as cache, self._workers(daemon) as split:
+                    restart = self._play("restart", cache, split=split)
                 killed = None
                 if settings.kill_at_turn is not None:
                     killed = self._play_killed(daemon, settings.kill_at_turn)
@@ -105,6 +119,7 @@ class Demo:
                 "threads": self._threads,
                 "page_size": settings.page_size,
                 "max_new_tokens": settings.max_new_tokens,
+                "roles": settings.roles,
                 "block_bytes": self._payload_bytes,
             },
             off=off,
@@ -115,14 +130,19 @@ class Demo:
         )
 
     def _play(
-        self, label: str, cache: BasePrefixCache, before_turn: Callable[[int], None] = lambda turn: None
+        self,
+        label: str,
+        cache: BasePrefixCache,
+        before_turn: Callable[[int], None] = lambda turn: None,
+        split: SplitRoles | None = None,
     ) -> list[TurnResult]:
         """One round: the whole conversation from its beginning, each turn resending everything before it."""
         conversation = Conversation(self._tokenizer)
         results = []
         for number, messages in enumerate(self._turns, start=1):
             before_turn(number)
-            result = self._turn(conversation.ask(messages), cache)
+            prompt = conversation.ask(messages)
+            result = self._turn(prompt, cache) if split is None else split.turn(prompt, self._settings.max_new_tokens)
             conversation.answer(result.tokens)
             results.append(result)
             self._say(label, number, messages, result)
@@ -132,7 +152,9 @@ class Demo:
         """One turn on a new engine. What it saves is stored before the next one asks; that time is not counted."""
         settings = self._settings
         pages = -(-(len(prompt) + settings.max_new_tokens) // settings.page_size)
-        config = EngineConfig(num_pages=pages, page_size=settings.page_size, max_running=1)
+        config = EngineConfig(
+            num_pages=pages, page_size=settings.page_size, max_running=1, batch_invariant=self._invariant
+        )
         with Engine(self._model, cache, config) as engine:
             (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=settings.max_new_tokens))
         if not cache.flush(_FLUSH_TIMEOUT_S):
@@ -153,6 +175,15 @@ class Demo:
         if daemon.running:
             raise DemoError(f"turn {turn} loaded nothing from the cache, so the daemon was not killed; choose another")
         return KillResult(turn, results, options.match_deadline_s + options.load_deadline_s)
+
+    @contextmanager
+    def _workers(self, daemon: DaemonProcess) -> Iterator[SplitRoles | None]:
+        """Two processes of their own for prompts and answers, if that is wanted."""
+        if self._settings.roles == "both":
+            yield None
+            return
+        with SplitRoles(self._path, daemon.address, invariant=self._invariant) as split:
+            yield split
 
     @contextmanager
     def _daemon_cache(self, daemon: DaemonProcess) -> Iterator[PrefixCache]:

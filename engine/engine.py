@@ -7,36 +7,61 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
-
-import torch
+from typing import Any, Final, NamedTuple
 
 from cachesvc.connector.base import BasePrefixCache
+from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
+from cachesvc.engine.cache import BlockMover, block_layout, needs_replay
 from cachesvc.engine.errors import RequestError
+from cachesvc.engine.handoff import HandoffStore
 from cachesvc.engine.kv import PagePool, PageTable
-from cachesvc.engine.models.llama import LlamaModel
+from cachesvc.engine.models.base import Model
+from cachesvc.engine.receiving import Receiver, Receiving
+from cachesvc.engine.replay import Replay, replay_start
 from cachesvc.engine.request import Request, RequestOutput, SamplingParams
 from cachesvc.engine.runner import Runner
-from cachesvc.engine.scheduler import Scheduler
+from cachesvc.engine.scheduler import Chunk, Scheduler
 from cachesvc.kernels import kernels_for
 from cachesvc.keys import BLOCK_TOKENS
 
 _IDLE_WAIT_S: Final = 0.05
 """How long an idle step waits for the cache before it returns to the caller."""
 
+_RECEIVE_WAIT_S: Final = 0.002
+"""The same while another engine computes the prompt."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes. The pool holds ``num_pages * page_size`` tokens of all running requests together."""
+    """Sizes and modes. The pool holds ``num_pages * page_size`` tokens of all running requests together."""
 
     num_pages: int = 512
     page_size: int = 16
     max_batch_tokens: int = 512
     """Tokens computed in one step; a longer prompt takes several."""
     max_running: int = 16
+    windows: StorePolicy | None = None
+    """What the cache keeps of layers that see only a window; None: the model's own policy."""
+    replay: Replay = "exact"
+    """How windows that are not kept are computed again after a hit (`cachesvc.engine.replay`)."""
+    batch_invariant: bool = False
+    """Give a prompt the same bits of KV and logits however it is batched, chunked or cached. Slower."""
+    async_scheduling: bool = False
+    """Prepare the next step, and save and report the last one, while the device is at it."""
+
+
+class _Flight(NamedTuple):
+    """A step that is under way."""
+
+    chunks: list[Chunk]
+    sampled: Future[dict[str, int]]
+
+    def has(self, request: Request) -> bool:
+        return any(chunk.request is request for chunk in self.chunks)
 
 
 class Engine:
@@ -45,7 +70,15 @@ class Engine:
     The engine keeps no prefix of its own: all reuse comes from `cache`. Several engines can share one model.
     """
 
-    def __init__(self, model: LlamaModel, cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Model[Any],
+        cache: BasePrefixCache,
+        config: EngineConfig | None = None,
+        *,
+        handoffs: BasePrefixCache | None = None,
+    ) -> None:
+        """`handoffs` is a cache of the namespace and payload size that `cachesvc.engine.handoff` says."""
         config = config or EngineConfig()
         self._model = model
         self._cache = cache
@@ -56,11 +89,31 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._kernels = kernels_for(model.device)
+        layout = block_layout(model.config, model.dtype, config.windows)
+        kernels = kernels_for(model.device)
+        self._mover = BlockMover(layout, self._pool, kernels)
+        self._handoffs = None if handoffs is None else HandoffStore(handoffs, layout, self._pool, kernels)
+        self._receiver = None if self._handoffs is None else Receiver(cache, self._handoffs, self._mover)
+        if model.config.prefill_keep is not None and not needs_replay(layout):
+            raise ValueError("windows of this model cannot be stored: most of a prompt has none in the decoder half")
+        self._layout = layout
+        window = max((group.window or 0 for group in layout.groups), default=0)
+        self._replayed_window = window if needs_replay(layout) else 0
+        self._stored_window = window if layout.checkpoint_bytes else 0
+        self._replay = config.replay
         self._scheduler = Scheduler(
             self._pool, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
         )
-        self._runner = Runner(model, self._pool)
+        self._async = config.async_scheduling
+        self._runner = Runner(
+            model,
+            self._pool,
+            bounded=config.replay == "bounded",
+            invariant=config.batch_invariant,
+            threaded=config.async_scheduling,
+        )
+        self._flight: _Flight | None = None
+        self._outbox: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
         self._next_id = 0
 
@@ -90,11 +143,16 @@ class Engine:
         request_id: str | None = None,
         traffic_class: str | None = None,
         salt: bytes = b"",
+        publish_as: str | None = None,
+        receive: str | None = None,
+        receive_deadline_s: float = 30.0,
     ) -> str:
         """Queues a prompt and returns its id. The time to the first token counts from here.
 
-        `salt` keeps a tenant's blocks apart from those of others. Raises `RequestError` for a prompt that is empty,
-        holds a token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
+        `salt` keeps a tenant's blocks apart from those of others. `publish_as` hands the prompt, computed up to its
+        first token, to an engine that is given the same name as `receive`; what has not come to that one when nothing
+        has for `receive_deadline_s`, it computes itself. Raises `RequestError` for a prompt that is empty, holds a
+        token outside of the vocabulary, or does not fit into the context or the pool with `max_new_tokens`.
         """
         params = params or SamplingParams()
         limit = self._model.config.max_position_embeddings
@@ -107,11 +165,15 @@ class Engine:
             raise RequestError(
                 f"{len(tokens)} input tokens and {params.max_new_tokens} new ones exceed the model's context of {limit}"
             )
+        if (publish_as or receive) and self._handoffs is None:
+            raise RequestError("this engine has no cache for handing prompts over")
+        if (publish_as or receive) and self._stored_window:
+            raise RequestError("prompts are not handed over where windows are stored at checkpoints; store them never")
         if request_id is None:
             request_id, self._next_id = f"request-{self._next_id}", self._next_id + 1
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use")
-        stop = params.stop_token_ids
+        stop, keep = params.stop_token_ids, self._model.config.prefill_keep
         request = Request(
             request_id=request_id,
             tokens=list(tokens),
@@ -120,40 +182,38 @@ class Engine:
             table=PageTable(self._pool),
             traffic_class=traffic_class,
             salt=salt,
+            publish_as=publish_as,
+            receiving=None if receive is None else Receiving(receive, receive_deadline_s),
+            full_from=None if keep is None else max(0, len(tokens) - keep),
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch. Returns the state of every request that got a token in it."""
+        """Runs one batch. Returns the state of every request that got a token.
+
+        With `async_scheduling` the batch is only started, and what is returned comes from the one before it.
+        """
+        for request in self._scheduler.asking:
+            if request.receiving is not None:
+                self._receive(request, request.receiving)
+        if self._scheduler.must_preempt:
+            self._land()
         self._scheduler.make_room()
         for request in self._scheduler.admit():
             self._match(request)
         for request in self._scheduler.asking:
-            self._load(request)
-        chunks = self._scheduler.plan()
-        if not chunks:
-            # Everyone waits for the cache, which answers or gives up within its own deadline.
-            for request in self._scheduler.asking[:1]:
-                self._cache.wait(_pass(request), _IDLE_WAIT_S)
-            return []
-        sampled = self._runner.run(chunks)
-        now = time.perf_counter()
-        for chunk in chunks:
-            chunk.request.num_computed = chunk.stop
-            if chunk.request.request_id in sampled:
-                token = sampled[chunk.request.request_id]
-                chunk.request.append(token, now)
-                self._cache.extend(_pass(chunk.request), [token])
-        # Saving comes after the tokens are known, so that it delays nobody's first one.
-        outputs = []
-        for chunk in chunks:
-            self._save(chunk.request)
-            if chunk.request.finish_reason is not None:
-                self._end(chunk.request)
-            if chunk.request.request_id in sampled:
-                outputs.append(chunk.request.output())
+            if request.receiving is None:
+                self._load(request)
+        before, self._flight = self._flight, self._launch()
+        if before is not None:
+            self._finish(before)
+        if not self._async:
+            self._land()
+        elif before is None and self._flight is None:
+            self._idle()
+        outputs, self._outbox = self._outbox, []
         return outputs
 
     def generate(
@@ -179,6 +239,10 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if self._flight is not None and self._flight.has(request):
+            self._land()
+            if request_id not in self._requests:
+                return request.output()
         request.finish_reason = "abort"
         self._end(request)
         return request.output()
@@ -187,11 +251,71 @@ class Engine:
         """Aborts everything that is not finished. The cache belongs to the caller and stays open."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._runner.close()
+
+    def _launch(self) -> _Flight | None:
+        """Starts what is due, if anything is."""
+        chunks = self._scheduler.plan()
+        if not chunks:
+            if not self._async:
+                self._idle()
+            return None
+        flight = _Flight(chunks, self._runner.launch(chunks))
+        for chunk in chunks:
+            chunk.request.num_computed = chunk.stop
+            chunk.request.pending += chunk.samples
+        return flight
+
+    def _land(self) -> None:
+        """Waits for the step that is under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._finish(flight)
+
+    def _finish(self, flight: _Flight) -> None:
+        """Takes a step's tokens, saves what it completed, ends what it ended."""
+        sampled = flight.sampled.result()
+        now = time.perf_counter()
+        got_token = []
+        for chunk in flight.chunks:
+            request = chunk.request
+            before, request.num_done = request.num_done, chunk.stop
+            request.pending -= chunk.samples
+            if chunk.samples and request.finish_reason is None:
+                token = sampled[request.request_id]
+                request.append(token, now)
+                self._cache.extend(_pass(request), [token])
+                got_token.append(request)
+                if request.publish_as is not None and self._handoffs is not None and len(request.generated) == 1:
+                    self._handoffs.publish(request.publish_as, request)
+            if self._stored_window:
+                self._save_checkpoints(request, before)
+        # Saving comes after the tokens are known, so that it delays nobody's first one.
+        for request in dict.fromkeys(chunk.request for chunk in flight.chunks):
+            if request.finish_reason is None or request in got_token:
+                self._save(request)
+            # The next step may have begun to compute behind a stop token: its pages are in use until it is over.
+            if request.finish_reason is not None:
+                request.finished_at = request.finished_at or now
+                if self._flight is None or not self._flight.has(request):
+                    self._end(request)
+        self._outbox += [request.output() for request in got_token]
+
+    def _idle(self) -> None:
+        """Everyone waits for the cache, which answers or gives up within its own deadline."""
+        for request in self._scheduler.asking[:1]:
+            if request.receiving is not None:
+                time.sleep(_RECEIVE_WAIT_S)
+            else:
+                self._cache.wait(_pass(request), _IDLE_WAIT_S)
 
     def _match(self, request: Request) -> None:
         """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""
         if request.cache_pass is not None:
             return  # Preempted before: it is counted, and what it computed is saved. It computes everything again.
+        if request.receiving is not None:
+            request.asking = True
+            return
         request.cache_pass = self._cache.match(request.tokens, traffic_class=request.traffic_class, salt=request.salt)
         request.asking = True
 
@@ -205,42 +329,90 @@ class Engine:
             return
 
         def scatter(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._kernels.scatter(payloads, self._pool.kv, self._block_slots(request, first_block, len(payloads)))
+            self._mover.scatter(request.table, first_block, payloads)
+
+        def restore(blocks: int, payload: memoryview) -> None:
+            self._mover.restore(request.table, blocks, payload)
 
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
-        loaded = self._cache.load(found, scatter)
+        loaded = self._cache.load(found, scatter, restore)
         if loaded % BLOCK_TOKENS or not 0 <= loaded <= found.hit_tokens < len(request.tokens):
             raise AssertionError(
                 f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
             )
-        request.hit_tokens = request.num_computed = loaded
+        self._resume(request, loaded)
+
+    def _resume(self, request: Request, loaded: int) -> None:
+        """Notes that the first `loaded` tokens came out of the cache, and where to begin to compute."""
+        request.hit_tokens = request.num_computed = request.num_done = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
+        if self._stored_window:
+            request.seen_from = max(0, loaded - self._stored_window)
+        if loaded and self._replayed_window:
+            start = replay_start(self._model.config, self._replayed_window, loaded, request.full_from, self._replay)
+            request.num_computed = request.num_done = request.seen_from = start
+            request.frozen_until, request.replayed_tokens = loaded, loaded - start
+
+    def _receive(self, request: Request, receiving: Receiving) -> None:
+        """Takes what the other engine has stored so far. Goes on when that is all, or when it takes too long."""
+        if self._receiver is None:
+            raise AssertionError(f"request {request.request_id!r} waits for a prompt without a cache to take it from")
+        if not self._receiver.advance(request, receiving):
+            return
+        request.receiving, request.asking = None, False
+        request.cache_pass = self._cache.begin(
+            request.tokens, traffic_class=request.traffic_class, salt=request.salt, counted=False
+        )
+        if receiving.handed is None:
+            self._resume(request, min(receiving.loaded, (request.input_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS))
+            return
+        request.num_computed = request.num_done = request.input_tokens
+        request.hit_tokens, request.handed_over = request.input_tokens, True
+        request.offered_blocks = request.input_tokens // BLOCK_TOKENS
+        if self._replayed_window:
+            request.seen_from = max(0, request.input_tokens - self._replayed_window)
+        token = receiving.handed.first_token
+        request.append(token, time.perf_counter())
+        self._cache.extend(request.cache_pass, [token])
+        self._outbox.append(request.output())
+        if request.finish_reason is not None:
+            self._end(request)
 
     def _save(self, request: Request) -> None:
         """Offers the blocks that the last step completed, those of the answer like those of the prompt.
 
         Once more at the end, for blocks that the save queue had no room for before.
         """
-        blocks = request.num_computed // BLOCK_TOKENS
+        done = min(request.num_done, len(request.tokens) - 1)  # What a stop token follows is nobody's.
+        blocks = done // BLOCK_TOKENS
         if blocks <= request.offered_blocks and request.finish_reason is None:
             return
 
         def gather(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._kernels.gather(self._pool.kv, self._block_slots(request, first_block, len(payloads)), payloads)
+            self._mover.gather(request.table, first_block, payloads)
 
-        self._cache.save(_pass(request), request.num_computed, gather)
+        self._cache.save(_pass(request), done, gather)
         request.offered_blocks = max(request.offered_blocks, blocks)
+
+    def _save_checkpoints(self, request: Request, before: int) -> None:
+        """Offers the windows behind the blocks that the last step completed; the cache says which of them are due."""
+
+        def gather(blocks: int, payload: memoryview) -> None:
+            self._mover.gather_checkpoint(request.table, blocks, payload)
+
+        done = min(request.num_done, len(request.tokens) - 1)
+        if done // BLOCK_TOKENS > before // BLOCK_TOKENS:
+            self._cache.save_checkpoints(_pass(request), before, done, gather)
 
     def _end(self, request: Request) -> None:
         """Frees what a finished or aborted request holds, here and in the cache."""
-        request.finished_at = time.perf_counter()
+        request.finished_at = request.finished_at or time.perf_counter()
         del self._requests[request.request_id]
         self._scheduler.remove(request)
+        if request.receiving is not None and self._receiver is not None:
+            self._receiver.stop(request.receiving)
         if request.cache_pass is not None:
             self._cache.finish(request.cache_pass)
-
-    def _block_slots(self, request: Request, first_block: int, count: int) -> torch.Tensor:
-        return request.table.slots(first_block * BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS)
 
 
 def _pass(request: Request) -> Pass:

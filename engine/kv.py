@@ -1,7 +1,8 @@
 """The paged KV pool and the page table of one sequence.
 
-A *slot* holds the K and V of one token in every layer: ``slot = page * page_size + offset``. The page size is the
-engine's own business and has nothing to do with the 128 tokens of a cache block.
+A *slot* holds the KV of one token in every layer: ``slot = page * page_size + offset``. The page size is the engine's
+own business and has nothing to do with the 128 tokens of a cache block. Layers that see only a window keep all of their
+KV here for as long as the request runs: that costs memory, and keeps one page table for all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import heapq
 
 import torch
 
-from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.engine.models.config import ModelConfig
 
 
 class OutOfPagesError(Exception):
@@ -20,12 +21,13 @@ class OutOfPagesError(Exception):
 class PagePool:
     """`num_pages` pages of `page_size` tokens.
 
-    `kv` holds one tensor per layer, ``[2, num_pages * page_size, kv_heads, head_dim]``: K in plane 0, V in plane 1.
+    `kv` holds one tensor per layer, group after group of `config.kv_groups`:
+    ``[planes, num_pages * page_size // tokens_per_record, kv_heads, head_dim]``; with two planes K comes first.
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         *,
         num_pages: int,
         page_size: int,
@@ -36,15 +38,26 @@ class PagePool:
             raise ValueError(f"num_pages ({num_pages}) and page_size ({page_size}) must be positive")
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (2, num_pages * page_size, config.num_key_value_heads, config.head_dim)
-        # Written once here, so that the first request does not pay for the page faults.
-        self.kv = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(config.num_hidden_layers)]
+        self.groups = config.kv_groups(dtype)
+        self.kv: list[torch.Tensor] = []
+        for group in self.groups:
+            if page_size % group.tokens_per_record:
+                raise ValueError(f"page_size is {page_size}; it must be a multiple of {group.tokens_per_record} here")
+            shape = (group.planes, num_pages * page_size // group.tokens_per_record, group.kv_heads, group.head_dim)
+            kind: torch.dtype = getattr(torch, group.dtype)
+            # Written once here, so that the first request does not pay for the page faults.
+            self.kv += [torch.empty(shape, dtype=kind, device=device).zero_() for _ in range(group.layers)]
         # A heap: the lowest pages first, so that tables are often consecutive and can be read without a gather.
         self._free = list(range(num_pages))
 
     @property
     def free_pages(self) -> int:
         return len(self._free)
+
+    def layers(self, index: int) -> list[torch.Tensor]:
+        """The tensors of group `index`."""
+        start = sum(group.layers for group in self.groups[:index])
+        return self.kv[start : start + self.groups[index].layers]
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +117,10 @@ class PageTable:
         pages = torch.tensor(self.pages[first : self._pool.pages_for(stop)], dtype=torch.int64)
         positions = torch.arange(start - first * size, stop - first * size)
         return (pages[positions // size] * size + positions % size).to(self._pool.device)
+
+    def records(self, start: int, stop: int, tokens_per_record: int) -> torch.Tensor:
+        """Slots of the records of the tokens `start` to `stop`, both multiples of `tokens_per_record`."""
+        return self.slots(start, stop)[::tokens_per_record] // tokens_per_record
 
     def context(self, stop: int) -> slice | torch.Tensor:
         """Slots of the first `stop` tokens: a slice when they are consecutive (a view costs nothing), else a tensor."""

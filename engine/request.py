@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PageTable
+
+if TYPE_CHECKING:
+    from cachesvc.engine.receiving import Receiving
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -54,11 +57,15 @@ class RequestOutput:
     input_tokens: int
     hit_tokens: int
     """Tokens whose KV came out of the cache (loaded, not only promised)."""
+    replayed_tokens: int
+    """Of these, tokens computed again because their windows are not stored."""
     ttft_s: float | None
     """Seconds from `add_request` to the first token; None before it."""
     total_s: float
     """Seconds from `add_request` to the end, or until now."""
     preemptions: int
+    handed_over: bool
+    """Whether another engine has computed the prompt."""
 
 
 @dataclass(eq=False)
@@ -74,8 +81,25 @@ class Request:
     salt: bytes = b""
     arrived_at: float = field(default_factory=time.perf_counter)
 
+    full_from: int | None = None
+    """First token that goes through all layers, if the model's prefill can stop half-way."""
+
+    publish_as: str | None = None
+    """Hand the computed prompt to another engine under this name (`cachesvc.engine.handoff`)."""
+    receiving: Receiving | None = None
+    """Another engine computes the prompt: what to wait for."""
+    handed_over: bool = False
+
     num_computed: int = 0
-    """Leading tokens whose KV is in the pool."""
+    """Leading tokens whose KV is in the pool, or will be by the end of the steps that are under way."""
+    num_done: int = 0
+    """Leading tokens whose KV is in the pool now."""
+    pending: int = 0
+    """Tokens that steps under way will sample: behind `tokens`, and not known yet."""
+    seen_from: int = 0
+    """First token whose window KV exists: more than 0 after a replay."""
+    frozen_until: int = 0
+    """Tokens below it were loaded; where they are computed again, their stored KV is not written."""
     cache_pass: Pass | None = None
     """Kept over a preemption, so that nothing is saved or counted twice."""
     asking: bool = False
@@ -83,6 +107,7 @@ class Request:
     offered_blocks: int = 0
     """Leading blocks that came from the cache or were offered to it."""
     hit_tokens: int = 0
+    replayed_tokens: int = 0
     preemptions: int = 0
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -95,6 +120,22 @@ class Request:
     @property
     def generated(self) -> Sequence[int]:
         return self.tokens[self.input_tokens :]
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that exist, those under way included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token is to be computed behind those under way. A stop token may still end it."""
+        return self.finish_reason is None and self.num_known - self.input_tokens < self.params.max_new_tokens
+
+    def restart(self) -> None:
+        """Forgets all computed KV: the pages are gone."""
+        self.num_computed = self.num_done = self.seen_from = self.frozen_until = 0
+        if self.receiving is not None:
+            self.receiving.loaded, self.receiving.handed = 0, None
 
     def append(self, token: int, now: float) -> None:
         """Adds a sampled token and notes whether it ends the request."""
@@ -116,7 +157,9 @@ class Request:
             finish_reason=self.finish_reason,
             input_tokens=self.input_tokens,
             hit_tokens=self.hit_tokens,
+            replayed_tokens=self.replayed_tokens,
             ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrived_at,
             total_s=end - self.arrived_at,
             preemptions=self.preemptions,
+            handed_over=self.handed_over,
         )

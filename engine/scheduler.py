@@ -21,11 +21,10 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     stop: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step also yields the request's next token."""
-        return self.stop == len(self.request.tokens)
+    samples: bool
+    """Whether the step also yields the request's next token."""
+    frozen: bool
+    """Whether the tokens' stored KV came out of the cache: they are replayed for their windows only."""
 
 
 class Scheduler:
@@ -77,12 +76,22 @@ class Scheduler:
         A preempted request goes back to the head of the queue and computes everything again.
         """
         for request in list(self._running):
-            while request in self._running:
+            while request in self._running and request.wants_more:
                 try:
-                    request.table.ensure(len(request.tokens))
+                    request.table.ensure(request.num_known)
                     break
                 except OutOfPagesError:
                     self._preempt_youngest()
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether `make_room` will take pages from somebody: no step that uses them may be under way then."""
+        needed = sum(
+            max(0, self._pool.pages_for(request.num_known) - len(request.table.pages))
+            for request in self._running
+            if request.wants_more
+        )
+        return needed > self._pool.free_pages
 
     def admit(self) -> list[Request]:
         """Moves waiting requests to the running ones, with pages for all of their known tokens.
@@ -109,22 +118,28 @@ class Scheduler:
         blocks complete early, and runs with and without a cache hit cut the prompt at the same places.
         """
         budget = self._max_batch_tokens
-        chunks = []
-        ready = [request for request in self._running if not request.asking]
-        for request in sorted(ready, key=lambda r: len(r.tokens) - r.num_computed > 1):
-            start, end = request.num_computed, len(request.tokens)
+        chunks: list[Chunk] = []
+        ready = [request for request in self._running if not request.asking and request.wants_more]
+        for request in sorted(ready, key=lambda r: r.num_known - r.num_computed > 1):
+            start, end = request.num_computed, request.num_known
             stop = min(end, start + budget)
             aligned = stop - stop % BLOCK_TOKENS
             if stop < end and aligned > start:
                 stop = aligned
+            budget -= stop - start
+            # What is replayed is computed in another way than what follows it.
+            if start < request.frozen_until:
+                middle = min(stop, request.frozen_until)
+                if start < middle:
+                    chunks.append(Chunk(request, start, middle, False, True))
+                start = middle
             if start < stop:
-                chunks.append(Chunk(request, start, stop))
-                budget -= stop - start
+                chunks.append(Chunk(request, start, stop, stop == end, False))
         return chunks
 
     def _preempt_youngest(self) -> None:
         victim = self._running.pop()
         victim.table.release()
-        victim.num_computed = 0
+        victim.restart()
         victim.preemptions += 1
         self._waiting.appendleft(victim)

@@ -1,4 +1,4 @@
-"""The Llama family (Llama 2 and 3, SmolLM2) in plain torch, over a paged KV pool.
+"""The Llama family (Llama 2 and 3, SmolLM2) and Qwen3, with windows where the configuration has them.
 
 One forward pass takes a *flat* batch: the new tokens of all sequences one after the other, no padding. Everything but
 attention is one matrix product for all of them; attention runs sequence by sequence over that sequence's own slots.
@@ -6,61 +6,85 @@ attention is one matrix product for all of them; attention runs sequence by sequ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cachesvc.engine.errors import CheckpointError
-from cachesvc.engine.models.config import LlamaConfig, RopeScaling
+from cachesvc.connector.layout import KVGroup
+from cachesvc.engine.models.attention import Attention
+from cachesvc.engine.models.base import FlatBatch, Model, SequenceSpan
+from cachesvc.engine.models.config import (
+    ModelConfig,
+    common_fields,
+    layer_windows,
+    pool_indices,
+    require,
+    window_groups,
+)
+from cachesvc.engine.models.layers import GatedMLP
 from cachesvc.engine.models.linear import linear
-from cachesvc.engine.models.weights import read_tensors
+from cachesvc.engine.models.rope import Rotary, rotate
+from cachesvc.engine.models.weights import Weights
+
+__all__ = ["FlatBatch", "LlamaConfig", "LlamaModel", "SequenceSpan"]
+
+MODEL_TYPES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
-class SequenceSpan:
-    """The new tokens of one sequence in a flat batch: rows `start` to `start + length`, at the end of its context."""
+class LlamaConfig(ModelConfig):
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    qk_norm: bool
+    rope: dict[str, Any]
 
-    start: int
-    length: int
-    context: slice | Tensor
-    """Slots of all its tokens so far, the new ones included, in order: int64 [context], or a slice if consecutive."""
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> LlamaConfig:
+        require(raw.get("model_type") in MODEL_TYPES, "model_type", raw.get("model_type"), " or ".join(MODEL_TYPES))
+        require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
+        for name in ("attention_bias", "mlp_bias"):
+            require(not raw.get(name), name, raw.get(name), "false")
+        heads = raw["num_attention_heads"]
+        kv_heads = raw.get("num_key_value_heads") or heads
+        require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
+        return cls(
+            **common_fields(raw),
+            intermediate_size=raw["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            windows=layer_windows(raw) if raw.get("use_sliding_window") else (None,) * raw["num_hidden_layers"],
+            qk_norm=raw["model_type"] == "qwen3",
+            # `rope_parameters` is transformers 5; before it there were `rope_theta` and `rope_scaling`.
+            rope=raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")},
+        )
 
-
-@dataclass(frozen=True)
-class FlatBatch:
-    """Input of one forward pass over `T` new tokens; all tensors are int64."""
-
-    tokens: Tensor
-    """[T] token ids."""
-    positions: Tensor
-    """[T] position of each in its sequence."""
-    slots: Tensor
-    """[T] where in the pool the K and V of each are written."""
-    spans: Sequence[SequenceSpan]
-    logit_rows: Tensor
-    """[n] rows of which logits are wanted: the last known token of each sequence that is to be sampled."""
+    def kv_groups(self, dtype: torch.dtype) -> tuple[KVGroup, ...]:
+        return window_groups(self.windows, self.num_key_value_heads, self.head_dim, dtype)
 
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """Weights of one layer; q, k and v are one matrix, and so are the MLP's gate and up."""
+    """Weights of one layer; q, k and v are one matrix."""
 
     input_norm: Tensor
     qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Tensor
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: GatedMLP
 
 
-class LlamaModel:
-    """Weights and forward pass. Stateless: the KV pool belongs to the caller, so engines can share one model."""
-
+class LlamaModel(Model[LlamaConfig]):
     def __init__(
         self, config: LlamaConfig, embedding: Tensor, layers: list[LlamaLayer], norm: Tensor, head: Tensor
     ) -> None:
@@ -71,28 +95,21 @@ class LlamaModel:
         self._layers = layers
         self._norm = norm
         self._head = head
-        self._inv_freq = _inverse_frequencies(config).to(self.device)
+        self._places = pool_indices(config.windows)
+        self._rotary = Rotary(config.head_dim, config.rope, device=self.device)
 
     @classmethod
     def load(cls, path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaModel:
         """Loads a checkpoint directory (config.json and safetensors). Raises `CheckpointError` if it does not fit."""
         config = LlamaConfig.from_dir(path)
-        tensors = {name: tensor.to(device) for name, tensor in read_tensors(path, dtype)}
-
-        def take(name: str, *shape: int) -> Tensor:
-            if name not in tensors:
-                raise CheckpointError(f"{path} has no tensor {name!r}; config.json and weights do not belong together")
-            tensor = tensors.pop(name)
-            if tensor.shape != shape:
-                raise CheckpointError(f"{name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
-            return tensor
-
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        weights = Weights(path, dtype, device)
+        take = weights.take
+        hidden, dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_attention_heads * dim, config.num_key_value_heads * dim
         layers = []
         for index in range(config.num_hidden_layers):
             prefix = f"model.layers.{index}"
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            attention = f"{prefix}.self_attn"
             layers.append(
                 LlamaLayer(
                     input_norm=take(f"{prefix}.input_layernorm.weight", hidden),
@@ -103,12 +120,11 @@ class LlamaModel:
                             take(f"{attention}.v_proj.weight", kv_size, hidden),
                         )
                     ),
+                    q_norm=take(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
+                    k_norm=take(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
                     out=take(f"{attention}.o_proj.weight", hidden, q_size),
                     post_norm=take(f"{prefix}.post_attention_layernorm.weight", hidden),
-                    gate_up=torch.cat(
-                        (take(f"{mlp}.gate_proj.weight", inner, hidden), take(f"{mlp}.up_proj.weight", inner, hidden))
-                    ),
-                    down=take(f"{mlp}.down_proj.weight", hidden, inner),
+                    mlp=GatedMLP.take(weights, f"{prefix}.mlp", hidden, config.intermediate_size),
                 )
             )
         embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -118,82 +134,24 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, kv: Sequence[Tensor]) -> Tensor:
-        """Writes the batch's K and V into `kv` and returns float32 logits ``[n, vocab_size]`` of `batch.logit_rows`.
-
-        `kv` holds per layer ``[2, num_slots, kv_heads, head_dim]`` in the model's dtype and device.
-        """
-        config = self.config
+        config, sure = self.config, batch.invariant
         eps, width = config.rms_norm_eps, (config.hidden_size,)
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        cos, sin = self._rotary(batch.positions)
-        masks = [_causal_mask(span, self.dtype, self.device, config) for span in batch.spans]
+        cos, sin = self._rotary.at(batch.positions, self.dtype, batch.stop)
+        attention = Attention(batch)
 
         hidden = F.embedding(batch.tokens, self._embedding)
-        for layer, pool in zip(self._layers, kv, strict=True):
-            qkv = linear(F.rms_norm(hidden, width, layer.input_norm, eps), layer.qkv)
+        for layer, place, window in zip(self._layers, self._places, config.windows, strict=True):
+            pool = kv[place]
+            qkv = linear(F.rms_norm(hidden, width, layer.input_norm, eps), layer.qkv, invariant=sure)
             parts = qkv.split_with_sizes((q_size, kv_size, kv_size), -1)
-            q, k, v = (part.view(len(qkv), -1, config.head_dim) for part in parts)
-            pool[0].index_copy_(0, batch.slots, _rotate(k, cos, sin))
-            pool[1].index_copy_(0, batch.slots, v)
-            q = _rotate(q, cos, sin)
-            attended = [_attend(q, pool, span, mask) for span, mask in zip(batch.spans, masks, strict=True)]
-            hidden = hidden + linear(torch.cat(attended), layer.out)
-            gate, up = linear(F.rms_norm(hidden, width, layer.post_norm, eps), layer.gate_up).chunk(2, -1)
-            hidden = hidden + linear(F.silu(gate) * up, layer.down)
+            q, k, v = (part.reshape(len(qkv), -1, config.head_dim) for part in parts)
+            if layer.q_norm is not None:
+                q = F.rms_norm(q, (config.head_dim,), layer.q_norm, eps)
+                k = F.rms_norm(k, (config.head_dim,), layer.k_norm, eps)
+            batch.write(pool, rotate(k, cos, sin), v, stored=window is None)
+            attended = attention(rotate(q, cos, sin), pool, window=window)
+            hidden = hidden + linear(attended, layer.out, invariant=sure)
+            hidden = hidden + layer.mlp(F.rms_norm(hidden, width, layer.post_norm, eps), invariant=sure)
         last = F.rms_norm(hidden[batch.logit_rows], width, self._norm, eps)
-        return linear(last, self._head).float()
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, head_dim], computed in float32 as the reference does."""
-        angles = positions[:, None].float() * self._inv_freq
-        angles = torch.cat((angles, angles), -1)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-
-def _inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """Rotary frequencies, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary embedding to x [T, heads, head_dim] (halves, as in Hugging Face checkpoints)."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def _causal_mask(span: SequenceSpan, dtype: torch.dtype, device: torch.device, config: LlamaConfig) -> Tensor | None:
-    """Additive mask [group * length, context] for `_attend`; a single new token sees everything and needs none."""
-    if span.length == 1:
-        return None
-    context = _context_length(span)
-    mask = torch.full((span.length, context), float("-inf"), dtype=dtype, device=device)
-    mask.triu_(context - span.length + 1)
-    return mask.repeat(config.num_attention_heads // config.num_key_value_heads, 1)
-
-
-def _attend(q: Tensor, pool: Tensor, span: SequenceSpan, mask: Tensor | None) -> Tensor:
-    """Attention of one sequence: q [T, heads, head_dim] of the whole batch -> [length, heads * head_dim].
-
-    The query heads that share a KV head are laid out as further rows of that head, so K and V are never repeated.
-    """
-    k, v = pool[:, span.context] if isinstance(span.context, slice) else pool.index_select(1, span.context)
-    kv_heads, head_dim = k.shape[1:]
-    rows = q[span.start : span.start + span.length].view(span.length, kv_heads, -1, head_dim)
-    rows = rows.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)  # [1, kv_heads, group * length, head_dim]
-    out = F.scaled_dot_product_attention(rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask)
-    return out.view(kv_heads, -1, span.length, head_dim).permute(2, 0, 1, 3).reshape(span.length, -1)
-
-
-def _context_length(span: SequenceSpan) -> int:
-    context = span.context
-    return context.stop - context.start if isinstance(context, slice) else len(context)
+        return linear(last, self._head, invariant=sure).float()

@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from cachesvc.engine.errors import CheckpointError
+
+_SMALL: Final = 1 << 16
+"""Elements below which a tensor is kept as stored until it is taken: routers' corrections lose too much in bfloat16."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -31,15 +35,42 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_tensors(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor of the checkpoint as (name, tensor in `dtype` on the CPU)."""
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every tensor of the checkpoint as (name, tensor on the CPU, as it is stored)."""
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping: it has no iterator)
-                    yield name, tensors.get_tensor(name).to(dtype)
+                    yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+class Weights:
+    """The tensors of a checkpoint in one dtype on one device, taken out one by one and checked against the config."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._tensors = {
+            name: tensor if tensor.numel() < _SMALL else tensor.to(dtype) for name, tensor in read_tensors(path)
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor, once. `dtype` instead of the model's is for small ones that need it.
+
+        Raises `CheckpointError` when it is missing or has another shape.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; config.json and weights do not fit")
+        tensor = self._tensors.pop(name)
+        if tensor.shape != shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
 
 def content_digest(path: Path) -> str:

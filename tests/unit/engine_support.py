@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from cachesvc.connector.base import BasePrefixCache, Gather, Scatter
+from cachesvc.connector.base import BasePrefixCache, Gather, RestoreCheckpoint, Scatter
+from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.stats import CacheStats
 from cachesvc.engine.cache import block_layout
 from cachesvc.engine.kv import PagePool, PageTable
-from cachesvc.engine.models.config import LlamaConfig
-from cachesvc.engine.models.llama import FlatBatch, LlamaModel, SequenceSpan
+from cachesvc.engine.models.base import FlatBatch, Model, SequenceSpan
+from cachesvc.engine.models.config import ModelConfig
 from cachesvc.keys import BLOCK_TOKENS, Namespace, PrefixHasher, Tokens
 
 TINY: dict[str, Any] = {
@@ -89,11 +90,13 @@ def random_tokens(count: int, seed: int, vocab: int = 190) -> list[int]:
     return [int(token) for token in torch.randint(0, vocab, (count,), generator=generator)]
 
 
-def forward_all(model: LlamaModel, tokens: list[int], chunks: list[int], page_size: int = 7) -> torch.Tensor:
+def forward_all(
+    model: Model[Any], tokens: list[int], chunks: list[int], page_size: int = 7, invariant: bool = False
+) -> torch.Tensor:
     """Logits of every position, computed in chunks of the given lengths over a scattered page table."""
     pool = PagePool(model.config, num_pages=len(tokens) // page_size + 5, page_size=page_size, dtype=model.dtype)
     for layer in pool.kv:
-        layer.fill_(float("nan"))  # What was not written must not be read.
+        layer.fill_(float("nan") if layer.is_floating_point() else 0xFF)  # What was not written must not be read.
     held = pool.allocate(2)
     table = PageTable(pool)
     table.ensure(1)
@@ -109,6 +112,7 @@ def forward_all(model: LlamaModel, tokens: list[int], chunks: list[int], page_si
             slots=table.slots(start, stop),
             spans=[SequenceSpan(0, length, table.context(stop))],
             logit_rows=torch.arange(length),
+            invariant=invariant,
         )
         rows.append(model.forward(batch, pool.kv))
         start = stop
@@ -124,13 +128,14 @@ class FakeCache(BasePrefixCache):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         *,
         blocks: dict[bytes, bytes] | None = None,
         per_call: int = 2,
+        windows: StorePolicy | None = None,
     ) -> None:
-        self.payload_bytes = block_layout(config, dtype).payload_bytes
+        self.payload_bytes = block_layout(config, dtype, windows).payload_bytes
         self.per_call = per_call
         self.loadable: int | None = None
         self.polls_needed = 1
@@ -150,6 +155,7 @@ class FakeCache(BasePrefixCache):
         adapter: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
         local_tokens: int = 0,
+        counted: bool = True,
     ) -> Pass:
         p = Pass(tokens, PrefixHasher(self._namespace, salt=salt, adapter=adapter, extra=extra))
         assert p.hash(wait=True)
@@ -173,7 +179,7 @@ class FakeCache(BasePrefixCache):
         self.waits += 1
         return self.poll(p)
 
-    def load(self, p: Pass, scatter: Scatter) -> int:
+    def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
         assert not p.finished
         assert not p.pending
         limit = p.hit_tokens if self.loadable is None else min(self.loadable, p.hit_tokens)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_support import TINY, FakeCache, random_tokens, write_checkpoint
 
-from cachesvc.connector.base import BasePrefixCache, Scatter
+from cachesvc.connector.base import BasePrefixCache, RestoreCheckpoint, Scatter
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.prefix_cache import NullPrefixCache
 from cachesvc.engine.cache import block_layout, cache_namespace
@@ -93,7 +93,7 @@ def test_a_load_that_fails_or_stops_halfway_is_computed(model: LlamaModel, cache
 
 def test_a_failed_load_that_left_garbage_behind_is_overwritten(model: LlamaModel, cache: FakeCache) -> None:
     class Failing(FakeCache):
-        def load(self, p: Pass, scatter: Scatter) -> int:
+        def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
             scatter(0, [memoryview(b"\x7f" * self.payload_bytes)] * (p.hit_tokens // 128))
             return 0
 
@@ -235,7 +235,7 @@ def test_an_aborted_request_finishes_its_pass(model: LlamaModel, cache: FakeCach
 
 def test_a_cache_that_claims_what_it_cannot_have_loaded_is_found_out(model: LlamaModel, cache: FakeCache) -> None:
     class Lying(FakeCache):
-        def load(self, p: Pass, scatter: Scatter) -> int:
+        def load(self, p: Pass, scatter: Scatter, restore: RestoreCheckpoint | None = None) -> int:
             return super().load(p, scatter) + 128
 
     prompt = random_tokens(400, seed=13)

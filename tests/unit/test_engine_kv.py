@@ -7,7 +7,7 @@ import torch
 from engine_support import TINY
 
 from cachesvc.engine.kv import OutOfPagesError, PagePool, PageTable
-from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.engine.models.llama import LlamaConfig
 
 
 def make_pool(num_pages: int = 8, page_size: int = 5) -> PagePool:

@@ -8,7 +8,7 @@ from engine_support import TINY
 
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
-from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.engine.models.llama import LlamaConfig
 from cachesvc.engine.request import Request, SamplingParams
 from cachesvc.engine.scheduler import Scheduler
 
@@ -71,7 +71,7 @@ def test_decoding_goes_first_and_the_oldest_prompt_next() -> None:
 def test_the_budget_is_never_exceeded() -> None:
     bench = Bench(max_batch_tokens=40, max_running=4)
     for name, length in zip("abcd", (33, 90, 1, 57), strict=True):
-        bench.add(name, length)
+        bench.add(name, length, new=40)
     for _ in range(30):
         assert 0 < sum(stop - start for _, start, stop in bench.step()) <= 40
 
