@@ -211,7 +211,6 @@ class DiskBlocks:
         """See `Catalog.load`."""
         created, used = (-(-entries[name].astype(np.int64) // 1_000_000) for name in ("created", "used"))
         words, shards = np.ascontiguousarray(entries["key"]), entries["shard"].astype(np.uint16)
-        known = self.index.find(words, shards)
         kinds = np.full(len(entries), self.number(segment.traffic_class), np.uint8)
         flags = np.zeros(len(entries), np.uint8)
         if uses is not None:
@@ -221,14 +220,13 @@ class DiskBlocks:
             kinds[:n], flags[:n] = number[uses.kinds[:n]], uses.flags[:n]
             used[:n] = np.maximum(used[:n], uses.used[:n])
         stays = (kinds != NO_CLASS) & (entries["damaged"] == 0)
-        stays &= (known < 0) | (self.rows.used.take(known, mode="wrap") <= used)
         rows = self.append(
             segment, words, shards, entries["checksum"], created.astype(np.uint32), used.astype(np.uint32)
         )
         rows, kinds, flags = rows[stays], kinds[stays], flags[stays]
         self.rows.classes[rows] = kinds
         self.rows.flags[rows] = flags
-        self.insert(rows)
+        self._bury(self.index.insert(rows, self.rows.used))
         if uses is None:
             self.changed.add(segment.number)
 

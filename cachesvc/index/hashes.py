@@ -47,8 +47,11 @@ class KeyIndex:
             -1, 2 * _SLOTS
         )
         self._slots = self._buckets.reshape(-1, 2)
-        self._fill = [0]
+        self._pages = 1
+        self._fill: NDArray[np.int64] = np.zeros(self._max_pages, np.int64)
         """Slots in use, by page."""
+        self._claims: NDArray[np.uint32] = reserved(len(self._buckets), np.uint32)
+        """Which of the rows that are being inserted has a bucket to itself, this time."""
         self._depths = [0]
         """Bits of the tag that all slots of a page share, and those bits."""
         self._prefixes = [0]
@@ -64,7 +67,7 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        return len(self._fill) * (self._buckets[:_BUCKETS].nbytes + 100) + self._directory.nbytes
+        return self._pages * (self._buckets[:_BUCKETS].nbytes + 4 * _BUCKETS + 100) + self._directory.nbytes
 
     def find(self, words: Words, shard: Shard) -> Numbers:
         """The row of each key, -1 where it is not there."""
@@ -72,13 +75,14 @@ class KeyIndex:
             return self._find(words, shard)
         return np.concatenate([self._find(words[part], _of(shard, part)) for part in _parts(len(words))])
 
-    def insert(self, rows: Numbers) -> Numbers:
-        """Makes rows findable by their keys; the last of those with one key wins. Returns the rows that it replaced."""
+    def insert(self, rows: Numbers, newest: NDArray[np.uint32] | None = None) -> Numbers:
+        """Makes rows findable by their keys. Of those with one key the last wins, or, if it has less in `newest`
+        (by row), the one that was there. Returns the rows that are not found any more."""
         replaced: list[Numbers] = []
         for start in range(0, len(rows), _INSERTED):
             left = rows[start : start + _INSERTED]
             while len(left):
-                left = self._insert(left, replaced)
+                left = self._insert(left, replaced, newest)
         return np.concatenate(replaced) if replaced else np.empty(0, np.int64)
 
     def remove(self, rows: Numbers) -> None:
@@ -91,9 +95,7 @@ class KeyIndex:
             at = buckets.reshape(-1)[hits >> 3]
             self._buckets[at, 2 * (hits & 7)] = 0
             self._count -= len(hits)
-            pages, lost = np.unique(at // _BUCKETS, return_counts=True)
-            for page, number in zip(pages.tolist(), lost.tolist(), strict=True):
-                self._fill[page] -= number
+            self._fill[: self._pages] -= np.bincount(at // _BUCKETS, minlength=self._pages)
             if self._spilled:
                 for row in some.tolist():
                     if self._spilled.get(key := self._spill_key(row)) == row:
@@ -140,7 +142,7 @@ class KeyIndex:
                 rows[i] = self._spilled.get((one, other, number), -1)
         return rows
 
-    def _insert(self, rows: Numbers, replaced: list[Numbers]) -> Numbers:
+    def _insert(self, rows: Numbers, replaced: list[Numbers], newest: NDArray[np.uint32] | None) -> Numbers:
         """Inserts as many as can be at once, at least one; the rest."""
         words, shards = self._rows.keys[rows], self._rows.shards[rows]
         buckets, tags = self._places(words, shards)
@@ -150,11 +152,15 @@ class KeyIndex:
         column = free.argmax(axis=1)
         target = np.where(known < 0, buckets.reshape(-1)[2 * np.arange(len(rows)) + (column >> 3)], buckets[:, 0])
         # One a round goes into a bucket: no free slot is given twice, and equal keys (which have one target) meet.
-        chosen = np.sort(np.unique(target, return_index=True)[1])
+        numbers = np.arange(len(rows), dtype=np.uint32)
+        self._claims[target[::-1]] = numbers[::-1]  # the first stays
+        chosen = np.flatnonzero(self._claims[target] == numbers)
         old = chosen[known[chosen] >= 0]
         if len(old):
-            replaced.append(known[old])
-            self._replace(known[old], rows[old])
+            before, now = known[old], rows[old]
+            wins = np.ones(len(old), np.bool_) if newest is None else newest[before] <= newest[now]
+            replaced.append(np.where(wins, before, now))
+            self._replace(before[wins], now[wins])
         new = chosen[known[chosen] < 0]
         has = free[new, column[new]]
         fit, stuck = new[has], new[~has]
@@ -165,11 +171,10 @@ class KeyIndex:
         self._count += len(fit)
         for i in stuck.tolist():
             self._force(int(rows[i]), buckets[i].tolist(), int(tags[i]))
-        pages, added = np.unique(at // _BUCKETS, return_counts=True)
-        for page, number in zip(pages.tolist(), added.tolist(), strict=True):
-            self._fill[page] += number
-            if self._fill[page] > _FULL:
-                self._split(page)
+        added = np.bincount(at // _BUCKETS, minlength=self._pages)
+        self._fill[: self._pages] += added
+        for page in np.flatnonzero((added > 0) & (self._fill[: self._pages] > _FULL)).tolist():
+            self._split(page)
         if len(chosen) == len(rows):
             return rows[:0]
         left = np.ones(len(rows), np.bool_)
@@ -212,7 +217,7 @@ class KeyIndex:
     def _split(self, page: int) -> None:
         """Gives the slots whose next tag bit is 1 to a new page, each at the same place."""
         depth = self._depths[page]
-        new = len(self._fill)
+        new = self._pages
         if depth >= _MAX_DEPTH or new >= self._max_pages:
             return
         if depth == self._depth:
@@ -223,7 +228,8 @@ class KeyIndex:
         moving = (old_part[:, 1] >> np.uint32(31 - depth)) & np.uint32(1) == 1
         new_part[moving] = old_part[moving]
         old_part[moving] = 0
-        self._fill.append(int(np.count_nonzero(new_part[:, 0])))
+        self._pages += 1
+        self._fill[new] = np.count_nonzero(new_part[:, 0])
         self._fill[page] -= self._fill[new]
         prefix = 2 * self._prefixes[page]
         self._prefixes[page] = prefix
