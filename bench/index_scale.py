@@ -55,9 +55,7 @@ def make_store(path: Path, blocks: int) -> int:
     folder = path / SHAPE.namespace / AGENT.name / str(AGENT.slice_end(NOW))
     folder.mkdir(parents=True)
     index = RocksIndex(path / "index")
-    uses = StoredUses(
-        (AGENT,), np.full(A_SEGMENT, NOW, np.uint32), np.zeros(A_SEGMENT, np.uint8), np.ones(A_SEGMENT, np.uint8)
-    )
+    uses = StoredUses((AGENT,), np.full(A_SEGMENT, NOW), np.zeros(A_SEGMENT, np.uint8), np.ones(A_SEGMENT, np.uint8))
     segments = blocks // A_SEGMENT
     for number in range(segments):
         entries = np.zeros(A_SEGMENT, FOOTER_ENTRY)

@@ -253,7 +253,7 @@ class Catalog:
             self._caught_up(rows, segment)
             used = self._blocks.rows.used[rows]
             self._drop_rows(rows[used <= last_use], reason)
-            segment.oldest_use = float(used[used > last_use].min(initial=2**32 - 1))
+            segment.oldest_use = float(used[used > last_use].min(initial=np.inf))
         return int(np.count_nonzero(used <= last_use))
 
     def lost(self, identity: bytes, reason: MissReason.ValueType) -> None:
@@ -354,7 +354,7 @@ class Catalog:
         """
         identities = [block_id(head.key, head.shard) for head in heads]
         words, shards = words_of(identities)
-        used = np.array([seconds(head.used) for head in heads], np.uint32)
+        used = np.array([head.used for head in heads])
         created = np.array([seconds(head.created) for head in heads], np.uint32)
         rows = self._blocks.append(segment, words, shards, [head.checksum for head in heads], created, used)
         entries = list(map(self._hot.get, identities))

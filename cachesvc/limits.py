@@ -43,7 +43,7 @@ CLOSE_TIMED_OUT_SECONDS: Final = 25.0
 # Rows of the accounting (class, model, tenant). Past it, further ones are counted under "other".
 MAX_ACCOUNTING_ROWS: Final = 1_024
 
-# Blocks on disk that the index has room for (50 bytes of memory each, when there). At it the oldest segment goes first.
+# Blocks on disk that the index has room for (55 bytes of memory each, when there). At it the oldest segment goes first.
 MAX_BLOCKS: Final = 1 << 28
 
 # Blocks on disk that are also kept as objects, which small look-ups find sooner: those written last.

@@ -25,7 +25,7 @@ log = logging.getLogger("cachesvc.store")
 # Segments in one write to the durable index.
 _INDEX_BATCH = 64
 
-# What a segment's row takes in its log, beside 6 bytes for each of its records.
+# What a segment's row takes in its log, beside 10 bytes for each of its records.
 _ROW_BYTES = 256
 
 
@@ -42,15 +42,23 @@ class DurableIndex:
         self._mend_at = 0.0
         self._index: RocksIndex | None = self._open()
 
-    def load(self) -> dict[int, bytes]:
-        """All it knows, by segment tag (see `index.rocks.decode_uses`). Nothing when it is damaged."""
+    def tags(self) -> set[int]:
+        """The segments that it knows. None when it is damaged: then it is begun anew."""
         try:
             if self._index is not None:
-                return self._index.uses()
+                return self._index.tags()
         except IndexDamaged as error:
             self.close()
             self._index = self._renew(error)
-        return {}
+        return set()
+
+    def row(self, tag: int) -> bytes | None:
+        """What it knows of a segment (see `index.rocks.decode_uses`)."""
+        try:
+            return self._index.row(tag) if self._index is not None else None
+        except IndexDamaged as error:
+            log.warning("when the blocks of segment %016x were used cannot be read: %s", tag, error)
+            return None
 
     def save(self, uses: Iterable[tuple[Segment, StoredUses]]) -> None:
         """Writes what is to be kept of segments. A failure is counted, not raised: the index is written anew then."""
@@ -102,7 +110,7 @@ class DurableIndex:
     def _write(self, *, put: Sequence[tuple[int, StoredUses]] = (), drop: Sequence[int] = ()) -> None:
         if self.fault or self._index is None:
             return  # it takes nothing any more, and will be written anew
-        self.grown += sum(_ROW_BYTES + 6 * len(uses.used) for _, uses in put) + _ROW_BYTES * len(drop)
+        self.grown += sum(_ROW_BYTES + 10 * len(uses.used) for _, uses in put) + _ROW_BYTES * len(drop)
         try:
             self._index.write(put=put, drop=drop)
         except IndexDamaged as error:

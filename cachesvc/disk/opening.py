@@ -85,12 +85,13 @@ class Opening:
         self._durable = durable
         self._classes = classes
         self._events = events
-        self._uses: dict[int, bytes] = {}
+        self._known: set[int] = set()
+        """Tags of segments of which the index knows, and no file was found so far."""
 
     def run(self) -> None:
         """Fills the table."""
         started = time.monotonic()
-        self._uses = self._durable.load()
+        self._known = self._durable.tags()
         # The oldest first: names end in the daemon, its start, and a number.
         paths = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"), key=lambda path: path.name)
         progress = Progress(len(paths))
@@ -101,8 +102,8 @@ class Opening:
                 self._foreign(path, error)
                 read = 0
             progress.done(read)
-        if self._uses:  # of segments that are gone
-            self._durable.forget(self._uses)
+        if self._known:  # they are gone
+            self._durable.forget(self._known)
         self._catalog.settle()
         log.info(
             "store %s: %d blocks in %d segments, %.2f s",
@@ -143,7 +144,8 @@ class Opening:
         self._catalog.load(segment, found.entries, self._uses_of(found.head))
 
     def _uses_of(self, head: SegmentHead) -> StoredUses | None:
-        row = self._uses.pop(head.tag, None)
+        self._known.discard(head.tag)
+        row = self._durable.row(head.tag)
         if row is None:
             return None
         try:

@@ -1,7 +1,6 @@
-"""Blocks on disk: what look-ups read of them, thousands at once, and 50 bytes of memory each.
+"""Blocks on disk: what look-ups read of them, thousands at once, and 55 bytes of memory each.
 
-`rows` knows each block, `hashes` finds its row. What the blocks of a segment share is the segment's. Times are kept in
-whole seconds, rounded up: a block may be served for a second longer than its TTL.
+`rows` knows each block, `hashes` finds its row. What the blocks of a segment share is the segment's.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class StoredUses(NamedTuple):
 
     classes: Sequence[TrafficClass]
     """By the numbers in `kinds`."""
-    used: NDArray[np.uint32]
+    used: NDArray[np.float64]
     """Last use, seconds since the epoch."""
     kinds: NDArray[np.uint8]
     """Number of the class; `NO_CLASS` where the block is not stored any more."""
@@ -122,7 +121,7 @@ class DiskBlocks:
         shards: NDArray[np.uint16] | int,
         checksums: NDArray[np.uint64] | Sequence[int],
         created: NDArray[np.uint32],
-        used: NDArray[np.uint32],
+        used: NDArray[np.float64],
     ) -> Numbers:
         """Rows for the next records of a segment, of no use until they are given a class and `insert`ed."""
         rows = self.rows.append(segment.number, len(words))
@@ -167,8 +166,8 @@ class DiskBlocks:
 
     def touch(self, rows: Numbers, traffic_class: TrafficClass, now: float) -> None:
         """A use by a request of that class."""
-        later = rows[self.rows.used[rows] < seconds(now)]
-        self.rows.used[later] = seconds(now)
+        later = rows[self.rows.used[rows] < now]
+        self.rows.used[later] = now
         self.rows.flags[later] |= TOUCHED
         shorter = self._ttls[self.rows.classes[rows]] < traffic_class.ttl
         if shorter.any():
@@ -177,14 +176,14 @@ class DiskBlocks:
 
     def use(self, row: int, used: float) -> None:
         """A use after it was written."""
-        self.rows.used[row] = seconds(used)
+        self.rows.used[row] = used
         self.rows.flags[row] |= TOUCHED
         self.changed.add(int(self.rows.segments(np.array([row]))[0]))
 
     def note(self, entry: Entry) -> None:
         """Takes over the use of a block that is also kept as an object."""
         row = entry.row
-        self.rows.used[row] = seconds(entry.used)
+        self.rows.used[row] = entry.used
         self.rows.classes[row] = self.number(entry.traffic_class)
         if entry.touched:
             self.rows.flags[row] |= TOUCHED
@@ -209,7 +208,7 @@ class DiskBlocks:
 
     def load(self, segment: Segment, entries: FooterEntries, uses: StoredUses | None) -> None:
         """See `Catalog.load`."""
-        created, used = (-(-entries[name].astype(np.int64) // 1_000_000) for name in ("created", "used"))
+        created, used = entries["created"] // 1_000_000, entries["used"] / 1e6
         words, shards = np.ascontiguousarray(entries["key"]), entries["shard"].astype(np.uint16)
         kinds = np.full(len(entries), self.number(segment.traffic_class), np.uint8)
         flags = np.zeros(len(entries), np.uint8)
@@ -220,9 +219,7 @@ class DiskBlocks:
             kinds[:n], flags[:n] = number[uses.kinds[:n]], uses.flags[:n]
             used[:n] = np.maximum(used[:n], uses.used[:n])
         stays = (kinds != NO_CLASS) & (entries["damaged"] == 0)
-        rows = self.append(
-            segment, words, shards, entries["checksum"], created.astype(np.uint32), used.astype(np.uint32)
-        )
+        rows = self.append(segment, words, shards, entries["checksum"], created.astype(np.uint32), used)
         rows, kinds, flags = rows[stays], kinds[stays], flags[stays]
         self.rows.classes[rows] = kinds
         self.rows.flags[rows] = flags
@@ -257,7 +254,7 @@ class DiskBlocks:
 
 
 def seconds(time: float) -> int:
-    """A time as rows keep it."""
+    """The time of a block's creation, as rows keep it."""
     return min(max(0, math.ceil(time)), 2**32 - 1)
 
 

@@ -27,7 +27,7 @@ Shard = int | NDArray[np.uint16]
 
 _SLOTS: Final = 8
 _BUCKETS: Final = 512  # of a page
-_FULL: Final = int(0.7 * _SLOTS * _BUCKETS)  # slots in use at which a page is split
+_FULL: Final = int(0.75 * _SLOTS * _BUCKETS)  # slots in use at which a page is split
 _MAX_DEPTH: Final = 20
 _SHIFTS: Final = np.array([55, 32], np.uint64)
 _AT_ONCE: Final = 1_024  # keys looked up, so that what is read of them stays in the processor's cache
@@ -75,7 +75,7 @@ class KeyIndex:
             return self._find(words, shard)
         return np.concatenate([self._find(words[part], _of(shard, part)) for part in _parts(len(words))])
 
-    def insert(self, rows: Numbers, newest: NDArray[np.uint32] | None = None) -> Numbers:
+    def insert(self, rows: Numbers, newest: NDArray[np.float64] | None = None) -> Numbers:
         """Makes rows findable by their keys. Of those with one key the last wins, or, if it has less in `newest`
         (by row), the one that was there. Returns the rows that are not found any more."""
         replaced: list[Numbers] = []
@@ -142,7 +142,7 @@ class KeyIndex:
                 rows[i] = self._spilled.get((one, other, number), -1)
         return rows
 
-    def _insert(self, rows: Numbers, replaced: list[Numbers], newest: NDArray[np.uint32] | None) -> Numbers:
+    def _insert(self, rows: Numbers, replaced: list[Numbers], newest: NDArray[np.float64] | None) -> Numbers:
         """Inserts as many as can be at once, at least one; the rest."""
         words, shards = self._rows.keys[rows], self._rows.shards[rows]
         buckets, tags = self._places(words, shards)

@@ -4,7 +4,7 @@ What is stored, the footers of the segments say. They do not change; which block
 dropped or lie elsewhere by now, stands here, in one row per segment that was sealed or changed::
 
     'v'               → format version
-    'u' ‖ segment tag → names u16 ‖ records u32 ‖ JSON of the classes' names ‖ last use u32 s each ‖ class u8 each
+    'u' ‖ segment tag → names u16 ‖ records u32 ‖ JSON of the classes' names ‖ last use f64 s each ‖ class u8 each
                         ‖ flags u8 each
 
 Numbers are little-endian. What a crash loses is the uses of the last seconds: a dropped block may be back (and is
@@ -74,8 +74,22 @@ class RocksIndex:
     def destroy(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
+    def row(self, tag: int) -> bytes | None:
+        """A segment's, for `decode_uses`."""
+        try:
+            return cast("bytes | None", self._db.get(b"u" + _TAG.pack(tag)))
+        except Exception as error:
+            raise IndexDamaged(str(error)) from error
+
+    def tags(self) -> set[int]:
+        """Of all segments that it knows; reads everything."""
+        try:
+            return {_TAG.unpack(key[1:])[0] for key, _ in self._scan(b"u")}
+        except struct.error as error:
+            raise IndexDamaged(f"a key is not understood: {error}") from error
+
     def uses(self) -> dict[int, bytes]:
-        """Rows by segment tag, for `decode_uses`."""
+        """All rows by segment tag."""
         try:
             return {_TAG.unpack(key[1:])[0]: value for key, value in self._scan(b"u")}
         except struct.error as error:
@@ -121,7 +135,7 @@ class RocksIndex:
 def encode_uses(uses: StoredUses) -> bytes:
     names = json.dumps([traffic_class.name for traffic_class in uses.classes]).encode()
     head = _HEAD.pack(len(names), len(uses.used))
-    return head + names + uses.used.astype("<u4").tobytes() + uses.kinds.tobytes() + uses.flags.tobytes()
+    return head + names + uses.used.astype("<f8").tobytes() + uses.kinds.tobytes() + uses.flags.tobytes()
 
 
 def decode_uses(row: bytes, classes: TrafficClasses, ttl: float) -> StoredUses:
@@ -135,15 +149,15 @@ def stored_blocks(row: bytes) -> int:
     return int(np.count_nonzero(_split(row)[2] != NO_CLASS))
 
 
-def _split(row: bytes) -> tuple[list[str], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.uint8]]:
+def _split(row: bytes) -> tuple[list[str], NDArray[np.float64], NDArray[np.uint8], NDArray[np.uint8]]:
     try:
         length, count = _HEAD.unpack_from(row)
         names = json.loads(row[_HEAD.size : _HEAD.size + length])
         numbers = row[_HEAD.size + length :]
-        if len(numbers) != 6 * count:
+        if len(numbers) != 10 * count:
             raise ValueError(f"{len(numbers)} bytes for {count} records")
         texts = [str(name) for name in names]
     except (struct.error, TypeError) as error:
         raise ValueError(f"a row is not understood: {error}") from error
-    kinds, flags = (np.frombuffer(numbers, np.uint8, count, start * count) for start in (4, 5))
-    return texts, np.frombuffer(numbers, "<u4", count), kinds, flags
+    kinds, flags = (np.frombuffer(numbers, np.uint8, count, start * count) for start in (8, 9))
+    return texts, np.frombuffer(numbers, "<f8", count), kinds, flags

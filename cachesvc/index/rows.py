@@ -1,4 +1,4 @@
-"""What is known of each block on disk: one row of 36 bytes, in columns, so that thousands are read by one call.
+"""What is known of each block on disk: one row of 40 bytes, in columns, so that thousands are read by one call.
 
 A segment has its rows in runs of `RUN`, in the order of its records: what lies together on disk lies together here, and
 the row says where the block is. Number, shape, namespace and path are the segment's and not kept per row.
@@ -38,7 +38,7 @@ class Rows:
         self.keys: NDArray[np.uint64] = reserved(2 * self.limit, np.uint64).reshape(-1, 2)
         self.checksums: NDArray[np.uint64] = reserved(self.limit, np.uint64)
         self.created: NDArray[np.uint32] = reserved(self.limit, np.uint32)
-        self.used: NDArray[np.uint32] = reserved(self.limit, np.uint32)
+        self.used: NDArray[np.float64] = reserved(self.limit, np.float64)
         self.shards: NDArray[np.uint16] = reserved(self.limit, np.uint16)
         self.classes: NDArray[np.uint8] = reserved(self.limit, np.uint8)
         self.flags: NDArray[np.uint8] = reserved(self.limit, np.uint8)
