@@ -25,11 +25,10 @@ from cachesvc.attachments import Attachment
 from cachesvc.classes import TrafficClass
 from cachesvc.clock import Clock
 from cachesvc.errors import InvalidCall, LeaseEnded, LimitReached
-from cachesvc.index.table import Entry
+from cachesvc.index.prefix import Prefix
 from cachesvc.limits import DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS, MAX_LEASES
 from cachesvc.promoter import Hold
 from cachesvc.rpc.cache_pb2 import CommitState
-from cachesvc.segments.segment import Segment
 
 LEASE_ID_BYTES: Final = 16
 
@@ -70,10 +69,8 @@ class ReadLease:
     pass_: Pass
     identities: list[list[bytes]]
     """Block ids by shard and block."""
-    entries: list[list[Entry]]
-    """Where they lay, likewise."""
-    segments: list[Segment]
-    """Files that are kept for this lease."""
+    found: list[Prefix]
+    """Where they lay, by shard; their files are kept for this lease."""
     tiers: bytes
     """Where each block lay at the match."""
     pass_id: bytes = b""

@@ -43,8 +43,18 @@ CLOSE_TIMED_OUT_SECONDS: Final = 25.0
 # Rows of the accounting (class, model, tenant). Past it, further ones are counted under "other".
 MAX_ACCOUNTING_ROWS: Final = 1_024
 
-# Dropped keys remembered with the reason, so that a miss can be explained; the oldest is forgotten first.
-MAX_GHOSTS: Final = 262_144
+# Blocks on disk that the index has room for (55 bytes of memory each, when there). At it the oldest segment goes first.
+MAX_BLOCKS: Final = 1 << 28
+
+# Blocks on disk that are also kept as objects, which small look-ups find sooner: those written last.
+MAX_HOT_BLOCKS: Final = 65_536
+
+# Traffic classes, with those that only old files name; blocks of a further one count as of the longest-lived.
+MAX_CLASSES: Final = 250
+
+# Dropped keys remembered with the reason, so that a miss can be explained (8 bytes each); of those that share one of
+# the table's places the oldest is forgotten first.
+MAX_GHOSTS: Final = 1 << 20
 
 # Segments open for writing; the least recently written one is sealed first.
 MAX_OPEN_WRITERS: Final = 64

@@ -11,8 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 
 from prometheus_client import Histogram
@@ -22,7 +20,7 @@ from cachesvc.catalog import Catalog
 from cachesvc.ceiling import Ceiling
 from cachesvc.clock import Clock
 from cachesvc.histograms import AGES, bucket
-from cachesvc.index.table import Entry
+from cachesvc.index.prefix import Prefix
 from cachesvc.limits import DEFAULT_RECORD_BYTES
 from cachesvc.reuse import ReuseDistances
 from cachesvc.rollups import Counts, Rollups
@@ -62,13 +60,11 @@ class Observer:
         self.recording = False
         self._switching = threading.Lock()
 
-    def asked(self, opened: Pass, keys: bytes, entries: Sequence[Entry]) -> None:
-        """A prompt was looked up, `entries` were found; call it before they are touched."""
+    def asked(self, opened: Pass, keys: bytes, found: Prefix) -> None:
+        """A prompt was looked up; call it before what was found is touched."""
         if opened.number == UNCOUNTED:
             return
-        now = self._clock.now()
-        uses = groupby(map(attrgetter("used"), entries))  # the blocks of a prefix are mostly used together
-        opened.ages = [(bucket(AGES, now - used), sum(1 for _ in same)) for used, same in uses]
+        opened.ages = [(bucket(AGES, age), blocks) for age, blocks in found.ages(self._clock.now())]
         self._reuse.asked(keys)
         new = self._ceiling.asked(keys)
         if new:

@@ -133,11 +133,13 @@ class Promoter:
         limit = max(1, MAX_READ_BYTES // hold.payload_bytes)
         failure = MissReason.MISS_REASON_UNSPECIFIED
         end = start
-        for end in range(start, min(start + limit, len(hold.identities))):
+        stop = min(start + limit, len(hold.identities))
+        entries = self._catalog.where_all(hold.identities[start:stop])
+        for end in range(start, stop):
             if hold.slots[end] is not None:
                 continue
             identity = hold.identities[end]
-            entry = self._catalog.where(identity)
+            entry = entries[end - start]
             slot = self._arena.load(identity, hold.payload_bytes) if entry is not None and entry.segment else None
             if slot is not None and entry is not None:
                 indices.append(end)

@@ -25,7 +25,8 @@ from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
 from cachesvc.errors import BlockUnreadable, CallError, InvalidCall, StoreUnusable, WriteRefused
-from cachesvc.index.table import Entry, block_ids
+from cachesvc.index.prefix import Prefix
+from cachesvc.index.table import block_ids
 from cachesvc.keys import KEY_BYTES, TENANT_BYTES
 from cachesvc.leases import LeaseTable, ReadLease, Session, WriteLease, put_chunk
 from cachesvc.limits import (
@@ -151,10 +152,10 @@ class Service:
         row = RowKey(traffic_class.name, attachment.model, request.tenant.hex())
         if request.unreachable_tokens:
             self.observer.unreachable(row, min(request.unreachable_tokens, 2**40))
-        entries, stored, first_miss, place = self.store.catalog.match(
-            identities, attachment.shapes, traffic_class, attachment.checkpoints
+        found, stored, first_miss, place = self.store.catalog.match(
+            identities, attachment.shapes, traffic_class, attachment.checkpoints, pin=True
         )
-        matched = len(entries[0])
+        matched = len(found[0])
         sizes = [shape.payload_bytes for shape in attachment.shapes]
         prefixes = len(sizes) - attachment.checkpoints
         opened = self.accounting.open(
@@ -181,18 +182,18 @@ class Service:
         reply = pb.MatchReply(boot_id=self.boot_id, matched_blocks=matched, first_miss=first_miss, stored_blocks=stored)
         if not matched or matched < request.min_blocks:
             reply.tiers = self._tiers(identities[0])
-            self._looked_up(opened, request.keys, identities, entries, traffic_class, None)
+            self._looked_up(opened, request.keys, identities, found, traffic_class, None)
+            self.store.catalog.unpin(found)
             self.observer.settle(opened, reply.tiers, 0, pb.MissReason.BYPASSED)
             return reply
-        segments = self.store.disk.pin(entries)
-        lease = ReadLease(0.0, opened, identities, entries, segments, b"", request.pass_id, session=session)
+        lease = ReadLease(0.0, opened, identities, found, b"", request.pass_id, session=session)
         lease.began = self._clock.monotonic()
         lease.expires, reply.lease_ms = self._reads.deadline(request.lease_ms)
         with self._lock:
             try:
                 reply.lease_id = lease.identity = self._reads.add(lease)
             except CallError:
-                self.store.disk.unpin(segments)
+                self.store.catalog.unpin(found)
                 self.observer.settle(opened, b"", 0, pb.MissReason.LOAD_ERROR)
                 raise
             if request.pass_id:
@@ -203,9 +204,9 @@ class Service:
             hold = self._hold(lease, request.shard)
             reply.slots, reply.checksums = _positions(hold.slots, check=self._to_check())
             lease.tiers = reply.tiers = _tiers_of(hold.slots)
-            session.later = partial(self._looked_up, opened, request.keys, identities, entries, traffic_class, hold)
+            session.later = partial(self._looked_up, opened, request.keys, identities, found, traffic_class, hold)
         else:
-            self._looked_up(opened, request.keys, identities, entries, traffic_class, None)
+            self._looked_up(opened, request.keys, identities, found, traffic_class, None)
             lease.tiers = reply.tiers = self._tiers(identities[0])
         return reply
 
@@ -240,10 +241,10 @@ class Service:
         lease, last = self._leased(request.lease_id, request.first, request.count, request.shard)
         number = request.first
         part = slice(request.first, last)
-        identities, entries = lease.identities[request.shard][part], lease.entries[request.shard][part]
-        size = entries[0].shape.payload_bytes
+        identities, found = lease.identities[request.shard][part], lease.found[request.shard]
+        blocks = max(1, min(at_least // found.shape.payload_bytes, MAX_HEADS))
         try:
-            for batch in self.store.read(identities, entries, max(1, min(at_least // size, MAX_HEADS))):
+            for batch in self.store.read(identities, found.entries(part), blocks):
                 yield [Payload(number + i, data, total) for i, (data, total) in enumerate(batch)]
                 number += len(batch)
         except BlockUnreadable as error:
@@ -278,14 +279,16 @@ class Service:
         lease = WriteLease(0.0, attachment, request.shard, traffic_class, session=session)
         reply = pb.ReserveReply(boot_id=self.boot_id)
         with self._lock:
-            wanted: dict[bytes, int] = {}
-            for index, identity in enumerate(identities):
-                if present[index]:
-                    continue
-                if identity in self._being_written or identity in wanted:
-                    states[index] = pb.ReserveState.BUSY
-                else:
-                    wanted[identity] = index
+            wanted = dict(zip(identities, range(len(identities))))  # noqa: B905
+            if True in present or len(wanted) < len(identities) or not self._being_written.isdisjoint(wanted):
+                wanted = {}
+                for index, identity in enumerate(identities):
+                    if present[index]:
+                        continue
+                    if identity in self._being_written or identity in wanted:
+                        states[index] = pb.ReserveState.BUSY
+                    else:
+                        wanted[identity] = index
             slots = self.store.reserve(list(wanted), shape.payload_bytes)
             self._being_written.update([slot.identity for slot in slots])
             indices = list(wanted.values())
@@ -305,10 +308,13 @@ class Service:
         reply.states = bytes(states)
         self.observer.stored(request.keys)
         if session is not None:
-            positions = [NO_SLOT] * len(identities)
-            for index, slot in lease.staged.items():
-                positions[index] = slot.offset
-            reply.slots = pack_positions(positions)
+            if len(lease.staged) == len(identities):  # given in order
+                reply.slots = pack_positions([slot.offset for slot in slots])
+            else:
+                positions = [NO_SLOT] * len(identities)
+                for index, slot in lease.staged.items():
+                    positions[index] = slot.offset
+                reply.slots = pack_positions(positions)
         return reply
 
     def put(self, requests: Iterable[pb.PutRequest]) -> pb.PutReply:
@@ -365,7 +371,10 @@ class Service:
         checksums = dict(zip(request.indices, request.checksums or repeat(0)))  # noqa: B905  # repeat has no end
         with self._lock:
             lease = self._writes.get(request.lease_id)
-            taken = {index: lease.staged.pop(index) for index in checksums if index in lease.staged}
+            if lease.staged.keys() == checksums.keys():
+                taken, lease.staged = lease.staged, {}
+            else:
+                taken = {index: lease.staged.pop(index) for index in checksums if index in lease.staged}
         identities = [slot.identity for slot in taken.values()]
         try:
             self._settle(lease, taken, checksums, durable=request.durable)
@@ -518,13 +527,13 @@ class Service:
         opened: Pass,
         keys: bytes,
         identities: Sequence[Sequence[bytes]],
-        entries: Sequence[Sequence[Entry]],
+        found: Sequence[Prefix],
         traffic_class: TrafficClass,
         hold: Hold | None,
     ) -> None:
         """What is left to do for a look-up once it is answered."""
-        self.observer.asked(opened, keys, entries[0])
-        self.store.touch(identities, traffic_class, hold)
+        self.observer.asked(opened, keys, found[0])
+        self.store.touch(identities, traffic_class, hold, found)
 
     def _to_check(self) -> bool:
         return self._verify_arena > 0 and random.random() < self._verify_arena
@@ -543,7 +552,7 @@ class Service:
         with self._lock:
             lease = self._reads.get(lease_id)
         last = first + count
-        held = [len(entries) for entries in lease.entries]
+        held = [len(found) for found in lease.found]
         if count == 0 or shard >= len(held) or last > held[shard]:
             raise InvalidCall(
                 f"blocks {first} to {last} of shard {shard} are asked; the lease holds, by shard, {held[:8]} blocks"
@@ -555,7 +564,7 @@ class Service:
         with self._lock:
             hold = lease.holds.get(shard)
             if hold is None:
-                hold = self.store.hold(lease.identities[shard], lease.entries[shard][0].shape.payload_bytes)
+                hold = self.store.hold(lease.identities[shard], lease.found[shard].shape.payload_bytes)
                 lease.holds[shard] = hold
                 if lease.ended:
                     self.store.end(hold)
@@ -583,7 +592,7 @@ class Service:
                 del self._passes[lease.pass_id]
         for hold in holds:
             self.store.end(hold)
-        self.store.disk.unpin(lease.segments)
+        self.store.catalog.unpin(lease.found)
         if loaded and lease.pass_.number != UNCOUNTED:
             self.observer.loaded(self._clock.monotonic() - lease.began, lease.pass_id)
         self.observer.settle(lease.pass_, lease.tiers, loaded, reason)
@@ -594,9 +603,9 @@ class Service:
         What a client wrote into the arena itself is checked by the flusher, or by whoever reads it first.
         """
         sent = lease.session is None
-        good = {
-            index: slot for index, slot in taken.items() if not sent or self._arrived(lease, index, slot, checksums)
-        }
+        good = taken
+        if sent:
+            good = {index: slot for index, slot in taken.items() if self._arrived(lease, index, slot, checksums)}
         if not good:
             return
         shape = lease.attachment.shapes[lease.shard]

@@ -20,6 +20,7 @@ from cachesvc.disk.reading import Wanted
 from cachesvc.disk.tier import DiskTier
 from cachesvc.errors import BlockUnreadable, WriteRefused
 from cachesvc.flusher import Flusher
+from cachesvc.index.prefix import Prefix
 from cachesvc.index.table import Entry, split_id
 from cachesvc.limits import DEFAULT_REWRITE_RATE, DEFAULT_SCRUB_RATE
 from cachesvc.policy import LRU, S3FIFO, Policy
@@ -87,9 +88,10 @@ class Store:
         identities: Sequence[Sequence[bytes]],
         traffic_class: TrafficClass,
         hold: Hold | None,
+        found: Sequence[Prefix] = (),
     ) -> None:
         """Marks matched blocks as used, where they lie; may follow the answer."""
-        self.catalog.touch(identities, traffic_class)
+        self.catalog.touch(identities, traffic_class, found)
         if hold is not None:
             self.arena.touch(hold.slots)
 
@@ -112,15 +114,15 @@ class Store:
             part = slice(start, start + blocks)
             slots = self.arena.pin(identities[part])
             self.arena.touch(slots)
-            found: list[tuple[memoryview, int]] = []
+            payloads: list[tuple[memoryview, int]] = []
             try:
                 try:
-                    found.extend(self._read(identities[part], entries[part], slots))
+                    payloads.extend(self._read(identities[part], entries[part], slots))
                 except BlockUnreadable:
-                    if found:
-                        yield found
+                    if payloads:
+                        yield payloads
                     raise
-                yield found
+                yield payloads
             finally:
                 self.arena.unpin(slot for slot in slots if slot is not None)
 
@@ -136,7 +138,7 @@ class Store:
                 entry = self.catalog.where(slot.identity)
                 if entry is not None and entry.segment is None:
                     self.catalog.drop(slot.identity, entry, MissReason.CORRUPT)
-                self.arena.discard(slot.identity)  # what is on disk is read from there
+                self.arena.discard([slot.identity])  # what is on disk is read from there
         finally:
             self.arena.unpin(slots)
 
@@ -167,14 +169,16 @@ class Store:
         identities = [slot.identity for slot in slots]
         published = self.arena.publish(slots, checksums, verified=verified)
         self.catalog.add(
-            (identity, Entry(shape, None, 0, total, now, now, traffic_class, now))
-            for identity, total, shown in zip(identities, checksums, published, strict=True)
-            if shown
+            {
+                identity: Entry(shape, None, 0, total, now, now, traffic_class, now)
+                for identity, total, shown in zip(identities, checksums, published, strict=True)
+                if shown
+            }
         )
         if False in published:
             for identity, shown in zip(identities, published, strict=True):
                 if not shown and self.catalog.where(identity) is None:
-                    self.arena.discard(identity)  # a promotion that a drop has overtaken: of no use to anybody
+                    self.arena.discard([identity])  # a promotion that a drop has overtaken: of no use to anybody
         if durable:
             try:
                 self._flusher.flush(identities, durable=True)

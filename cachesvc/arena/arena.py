@@ -128,17 +128,26 @@ class Arena:
         """Makes written blocks visible. False for one that is there already: its slot is freed."""
         shown = []
         resident = self._resident
+        positions = pack_positions([slot.offset for slot in slots])
+        unchecked = pack_positions(checksums) if not verified else b""
+        dirty, at = SlotState.DIRTY, 0
+        new_ones: list[bytes] = []
         with self._lock:
             for slot, checksum in zip(slots, checksums, strict=True):
                 assert slot.state is SlotState.WRITING, f"slot at {slot.offset} is {slot.state.name}, not WRITING"
-                new = slot.identity not in resident
+                identity = slot.identity
+                new = identity not in resident
                 if new:
-                    slot.set_ready(SlotState.DIRTY, checksum, verified=verified)
-                    resident[slot.identity] = slot
+                    slot.state, slot.checksum, slot.verified = dirty, checksum, verified
+                    slot.position = positions[at : at + 8]
+                    if not verified:
+                        slot.unchecked = unchecked[at : at + 8]
+                    resident[identity] = slot
+                    new_ones.append(identity)
                 else:
                     self._free(slot)
                 shown.append(new)
-            new_ones = [slot.identity for slot, new in zip(slots, shown, strict=True) if new]
+                at += 8
             self._policy.insert_all(reversed(new_ones))  # tail first, as with every use
         return shown
 
@@ -223,14 +232,14 @@ class Arena:
         """The payload's bytes."""
         return self.memory.view[slot.offset : slot.offset + slot.payload_bytes]
 
-    def discard(self, identity: bytes) -> None:
-        """Drops a block, whatever its state."""
+    def discard(self, identities: Iterable[bytes]) -> None:
+        """Drops blocks, whatever their state."""
         with self._lock:
-            slot = self._resident.get(identity)
-            if slot is not None:
-                self._detach(slot)
-                if not slot.pins:
-                    self._free(slot)
+            for slot in map(self._resident.get, identities):
+                if slot is not None:
+                    self._detach(slot)
+                    if not slot.pins:
+                        self._free(slot)
 
     # ---- reports -------------------------------------------------------------------------------------------------
 

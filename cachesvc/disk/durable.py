@@ -8,24 +8,25 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from cachesvc.catalog import Catalog
 from cachesvc.clock import Clock
 from cachesvc.errors import StoreUnusable
-from cachesvc.index.rocks import IndexDamaged, IndexUnwritable, RocksIndex, StoredEntry, StoredSegment
-from cachesvc.index.table import Entry
+from cachesvc.index.blocks import StoredUses
+from cachesvc.index.rocks import IndexDamaged, IndexUnwritable, RocksIndex
 from cachesvc.limits import WRITE_RETRY_SECONDS
 from cachesvc.segments.segment import Segment
 
 log = logging.getLogger("cachesvc.store")
 
-# Blocks in one write to the durable index, when it is written anew.
-_INDEX_BATCH = 4_096
+# Segments in one write to the durable index.
+_INDEX_BATCH = 64
 
-# What a block's row takes in its log, at most.
-_ROW_BYTES = 128
+# What a segment's row takes in its log, beside 10 bytes for each of its records.
+_ROW_BYTES = 256
 
 
 class DurableIndex:
@@ -35,62 +36,52 @@ class DurableIndex:
         """It failed a write, and is to be mended."""
         self.grown = 0
         """Bytes that were put into it since it was measured."""
-        self._path = path
         self._directory = path / "index"
         self._clock = clock
         self._events = events
         self._mend_at = 0.0
         self._index: RocksIndex | None = self._open()
 
-    def load(self) -> tuple[dict[str, StoredSegment], list[tuple[bytes, StoredEntry]]]:
-        """All it knows: segments by path relative to the store, and blocks. Nothing when it is damaged."""
+    def tags(self) -> set[int]:
+        """The segments that it knows. None when it is damaged: then it is begun anew."""
         try:
             if self._index is not None:
-                return self._index.segments(), list(self._index.entries())
+                return self._index.tags()
         except IndexDamaged as error:
             self.close()
             self._index = self._renew(error)
-        return {}, []
+        return set()
 
-    def record(
-        self,
-        *,
-        put: Sequence[tuple[bytes, Entry]] = (),
-        delete: Iterable[bytes] = (),
-        segment: Segment | None = None,
-        drop_segments: Iterable[int] = (),
-    ) -> None:
-        """Writes to the durable index. A failure is counted, not raised: the files hold the same and more."""
-        if self.fault or self._index is None:
-            return  # it takes nothing any more, and will be written anew
-        state = None if segment is None else (segment, str(segment.path.relative_to(self._path)))
-        delete = list(delete)
-        self.grown += _ROW_BYTES * (len(put) + len(delete) + 4)
+    def row(self, tag: int) -> bytes | None:
+        """What it knows of a segment (see `index.rocks.decode_uses`)."""
         try:
-            self._index.write(put=put, delete=delete, segment=state, drop_segments=drop_segments)
+            return self._index.row(tag) if self._index is not None else None
         except IndexDamaged as error:
-            self._events["index_errors"] += 1
-            self.fault = True
-            self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
-            log.warning("the durable index did not take a write, and is written anew when it can be: %s", error)
+            log.warning("when the blocks of segment %016x were used cannot be read: %s", tag, error)
+            return None
+
+    def save(self, uses: Iterable[tuple[Segment, StoredUses]]) -> None:
+        """Writes what is to be kept of segments. A failure is counted, not raised: the index is written anew then."""
+        batches = _batches(uses)
+        while not self.fault and (batch := next(batches, None)):
+            self._write(put=batch)
+
+    def forget(self, tags: Iterable[int]) -> None:
+        """Segments that are gone. A failure is counted, not raised."""
+        self._write(drop=list(tags))
 
     def mend_is_due(self) -> bool:
         return self.fault and self._clock.monotonic() >= self._mend_at
 
-    def mend(self, segments: Iterable[Segment], catalog: Catalog) -> None:
+    def mend(self, catalog: Catalog) -> None:
         """Writes the index anew from what is in memory: after one failed write RocksDB takes no other."""
         fresh = self._directory.with_name("index.new")
         self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
         RocksIndex.destroy(fresh)
         try:
             index = RocksIndex(fresh)
-            for segment in segments:
-                with catalog.lock:
-                    live = list(catalog.live_locked(segment))
-                for start in range(0, len(live), _INDEX_BATCH):
-                    index.write(put=live[start : start + _INDEX_BATCH])
-                # After its blocks: a segment that is recorded as sealed has them all.
-                index.write(segment=(segment, str(segment.path.relative_to(self._path))))
+            for batch in _batches(catalog.all_uses()):
+                index.write(put=batch)
             index.close()
             self.close()
             RocksIndex.destroy(self._directory)
@@ -116,6 +107,18 @@ class DurableIndex:
             self._index.close()
         self._index = None
 
+    def _write(self, *, put: Sequence[tuple[int, StoredUses]] = (), drop: Sequence[int] = ()) -> None:
+        if self.fault or self._index is None:
+            return  # it takes nothing any more, and will be written anew
+        self.grown += sum(_ROW_BYTES + 10 * len(uses.used) for _, uses in put) + _ROW_BYTES * len(drop)
+        try:
+            self._index.write(put=put, drop=drop)
+        except IndexDamaged as error:
+            self._events["index_errors"] += 1
+            self.fault = True
+            self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
+            log.warning("the durable index did not take a write, and is written anew when it can be: %s", error)
+
     def _open(self) -> RocksIndex | None:
         try:
             try:
@@ -131,9 +134,9 @@ class DurableIndex:
         self.fault = True
 
     def _renew(self, why: IndexDamaged) -> RocksIndex | None:
-        """An empty index in place of one that cannot be used, or none while the disk is full; the files fill it."""
+        """An empty one in place of one that cannot be used, or none while the disk is full."""
         path = self._directory
-        log.warning("the index cannot be used and is rebuilt from the segments: %s", why)
+        log.warning("the index cannot be used and is begun anew; uses that only it knew are forgotten: %s", why)
         RocksIndex.destroy(path)
         self._events["index_rebuilds"] += 1
         try:
@@ -143,3 +146,9 @@ class DurableIndex:
             return None
         except IndexDamaged as again:
             raise StoreUnusable(f"no index can be made in {path}: {again}") from again
+
+
+def _batches(uses: Iterable[tuple[Segment, StoredUses]]) -> Iterator[list[tuple[int, StoredUses]]]:
+    rest = iter(uses)
+    while batch := [(segment.head.tag, some) for segment, some in islice(rest, _INDEX_BATCH)]:
+        yield batch

@@ -13,10 +13,8 @@ from pathlib import Path
 from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClass, TrafficClasses
 from cachesvc.clock import Clock
-from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.health import WriteHealth
 from cachesvc.errors import WriteRefused
-from cachesvc.index.table import Entry, block_id
 from cachesvc.limits import MAX_OPEN_WRITERS
 from cachesvc.record import Buffer, RecordHead
 from cachesvc.segments.format import SUFFIX, SegmentHead, Shape
@@ -47,7 +45,6 @@ class SegmentFiles:
         segment_bytes: int,
         *,
         catalog: Catalog,
-        durable: DurableIndex,
         health: WriteHealth,
         classes: TrafficClasses,
         clock: Clock,
@@ -63,7 +60,6 @@ class SegmentFiles:
         self._path = path
         self._daemon, self._epoch = names
         self._catalog = catalog
-        self._durable = durable
         self._health = health
         self._classes = classes
         self._clock = clock
@@ -103,24 +99,15 @@ class SegmentFiles:
             ]
             touched.add(segment)
             writer.append([(head, b.payload) for head, b in zip(heads, part, strict=True)])
-            entries = [
-                (
-                    block_id(h.key, h.shard),
-                    Entry(shape, segment, h.number, h.checksum, h.created, h.used, traffic_class, h.used),
-                )
-                for h in heads
-            ]
             with self._lock:
                 self.used += writer.size - segment.size
                 segment.size = writer.size
                 oldest = min(block.used for block in part)
                 segment.oldest_use = min(oldest, segment.oldest_use) if segment.records else oldest
                 segment.records = len(writer.records)
-                segment.identities += [identity for identity, _ in entries]
-                entries = [(i, e) for i, e in entries if self._catalog.move_locked(i, e)]
+                self._catalog.moved_locked(segment, heads)
                 self._events["written_blocks"] += len(heads)
                 self._events["written_bytes"] += len(heads) * writer.head.stride
-            self._durable.record(put=entries)
             if writer.size + writer.head.stride > self.segment_bytes:
                 self.seal(key)
             done += len(part)
@@ -153,7 +140,7 @@ class SegmentFiles:
         with self._lock:
             self.used += size - segment.size
             segment.size, segment.sealed = size, True
-        self._durable.record(segment=segment)
+            self._catalog.changed_locked(segment)
 
     def sync_block(self, identity: bytes) -> None:
         """Makes sure that the record of a block is on disk: a sealed segment is, an open one is synced."""
@@ -187,6 +174,7 @@ class SegmentFiles:
         with self._lock:
             if self.segments.pop(segment.number, None) is not None:
                 self.used -= segment.size
+            self._catalog.free_locked(segment)
 
     def register(self, number: int, path: Path, head: SegmentHead, records: int, size: int, *, sealed: bool) -> Segment:
         traffic_class = self._classes.of_file(head.traffic_class, head.ttl)
@@ -220,7 +208,6 @@ class SegmentFiles:
         with self._lock:
             self.segments[number] = segment
             self.used += segment.size
-        self._durable.record(segment=segment)
         self.writers[key] = (writer, segment)
         return writer, segment
 

@@ -15,7 +15,7 @@ misplaced_segment   its directory contradicts its header          none
 damaged_namespace   its JSON does not have its directory's digest removed; written again when it is used
 damaged_state       STORE.json is damaged                         written anew
 damaged_index       it cannot be read                             removed; rebuilt at the next start
-index_mismatch      it lists a block that is not there            as above
+index_mismatch      it lists blocks of a file that is not there   as above
 leftover            a file of a write that was interrupted        removed
 unreadable          the device does not give a file's bytes       none
 ==================  ============================================  ==================================================
@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cachesvc.errors import StoreUnusable
-from cachesvc.index.rocks import IndexDamaged, RocksIndex
-from cachesvc.index.table import block_id
+from cachesvc.index.rocks import IndexDamaged, RocksIndex, stored_blocks
 from cachesvc.record import PAGE, RecordHead
 from cachesvc.segments.format import (
     OWN_NAME,
@@ -109,8 +108,8 @@ class Check:
         self._repair = repair
         self._progress = progress
         self._summary = Summary(str(path))
-        self._good: dict[str, tuple[SegmentHead, dict[int, RecordHead]]] = {}
-        """Undamaged records by number, of each segment by its path."""
+        self._tags: set[int] = set()
+        """Of the segments that are there."""
 
     def run(self) -> Summary:
         """Raises `StoreLocked` while a daemon has it open, and `StoreUnusable` when there is no store."""
@@ -195,7 +194,7 @@ class Check:
         heads, damaged = scan(path, head, slots)
         good = {record.number: record for record in heads}
         self._summary.records += len(good)
-        self._good[str(path.relative_to(self._path))] = head, good
+        self._tags.add(head.tag)
         if count is None:
             self._unsealed(path, Found(head, heads, slots, size, sealed=False, damaged=tuple(damaged), scanned=True))
         else:
@@ -244,24 +243,16 @@ class Check:
         try:
             index = RocksIndex(directory, read_only=True)
             try:
-                known = {stored.number: name for name, stored in index.segments().items()}
-                wrong = 0
-                for identity, entry in index.entries():
-                    self._summary.blocks_in_index += 1
-                    _, records = self._good.get(known.get(entry.segment, ""), (None, {}))
-                    record = records.get(entry.record)
-                    wrong += (
-                        record is None
-                        or block_id(record.key, record.shard) != identity
-                        or record.checksum != entry.checksum
-                    )
+                stored = {tag: stored_blocks(row) for tag, row in index.uses().items()}
             finally:
                 index.close()
-        except IndexDamaged as error:
+        except (IndexDamaged, ValueError) as error:
             self._found("damaged_index", directory, str(error), remove)
             return
-        if wrong:
-            self._found("index_mismatch", directory, f"{wrong} blocks are not where it says", remove)
+        self._summary.blocks_in_index = sum(stored.values())
+        lost = sum(blocks for tag, blocks in stored.items() if tag not in self._tags)
+        if lost:
+            self._found("index_mismatch", directory, f"{lost} blocks are in files that are not there", remove)
 
     def _leftovers(self) -> None:
         for path in (*self._path.glob("*.tmp"), *self._path.glob("*/*.tmp"), self._path / "PROBE"):

@@ -1,24 +1,36 @@
-"""What a store holds when it is opened: from the index where it can be trusted, from the files where not."""
+"""What a store holds when it is opened: its segments' footers say it, and the durable index how they were used since.
+
+A segment without a footer, as only a crash leaves it, is scanned and sealed.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from cachesvc.catalog import Catalog
 from cachesvc.classes import TrafficClasses
 from cachesvc.disk.durable import DurableIndex
 from cachesvc.disk.files import SegmentFiles
-from cachesvc.index.rocks import StoredEntry, StoredSegment
-from cachesvc.index.table import Entry, block_id
+from cachesvc.index.blocks import StoredUses
+from cachesvc.index.rocks import decode_uses
+from cachesvc.index.table import block_id
 from cachesvc.record import PAGE
 from cachesvc.rpc.cache_pb2 import MissReason
-from cachesvc.segments.format import OWN_NAME, SUFFIX, ForeignFile, footer_bytes
-from cachesvc.segments.recover import Found, read_head, read_segment, seal_recovered
-from cachesvc.segments.segment import Segment
+from cachesvc.segments.format import (
+    FOOTER_ENTRY,
+    OWN_NAME,
+    SUFFIX,
+    ForeignFile,
+    SegmentHead,
+    footer_bytes,
+    footer_entries,
+)
+from cachesvc.segments.recover import Found, Sealed, read_sealed, read_segment, seal_recovered
 
 log = logging.getLogger("cachesvc.store")
 
@@ -44,7 +56,7 @@ class Progress:
         self._said = now
         passed = max(now - self._started, 1e-3)
         log.info(
-            "recovered %d of %d segments from their files [%s] %.0f %%, %.0f segments/s, %.0f MB/s, %.0f s left",
+            "opened %d of %d segments [%s] %.0f %%, %.0f segments/s, %.0f MB/s, %.0f s left",
             self._done,
             self._files,
             ("#" * (20 * self._done // self._files)).ljust(20, "."),
@@ -73,41 +85,26 @@ class Opening:
         self._durable = durable
         self._classes = classes
         self._events = events
+        self._known: set[int] = set()
+        """Tags of segments of which the index knows, and no file was found so far."""
 
-    def run(self, known: dict[str, StoredSegment], entries: list[tuple[bytes, StoredEntry]]) -> None:
-        """Fills the table: from the index for segments that it knows as sealed, from the files for all others."""
+    def run(self) -> None:
+        """Fills the table."""
         started = time.monotonic()
-        self._files.next_segment = 1 + max((s.number for s in known.values()), default=0)
-        trusted: dict[int, Segment] = {}
-        unknown: list[Path] = []
-        files = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"))
-        for path in files:
-            name = str(path.relative_to(self._path))
+        self._known = self._durable.tags()
+        # The oldest first: names end in the daemon, its start, and a number.
+        paths = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"), key=lambda path: path.name)
+        progress = Progress(len(paths))
+        for path in paths:
             try:
-                head, size, records = read_head(path)
+                read = self._open(path)
             except (ForeignFile, OSError) as error:
                 self._foreign(path, error)
-                continue
-            stored = known.get(name)
-            if stored is None or records is None or not (stored.sealed and stored.size == size):
-                unknown.append(path)
-                continue
-            trusted[stored.number] = self._files.register(stored.number, path, head, records, size, sealed=True)
-        untrusted = self._load_entries(trusted, entries)
-        progress = Progress(len(unknown))
-        for path in unknown:
-            progress.done(self._recover_file(path, known.get(str(path.relative_to(self._path))), untrusted))
-        gone = [identity for identity in untrusted if self._catalog.where(identity) is None]
-        if gone:
-            self._durable.record(delete=gone)
-        present = {str(segment.path.relative_to(self._path)) for segment in self._files.segments.values()}
-        lost = [stored.number for name, stored in known.items() if name not in present]
-        if lost:
-            self._durable.record(drop_segments=lost)
-        for segment in self._files.segments.values():
-            uses = [entry.used for _, entry in self._catalog.live_locked(segment)]
-            segment.dead = segment.records - len(uses)
-            segment.oldest_use = min(uses, default=segment.oldest_use)
+                read = 0
+            progress.done(read)
+        if self._known:  # they are gone
+            self._durable.forget(self._known)
+        self._catalog.settle()
         log.info(
             "store %s: %d blocks in %d segments, %.2f s",
             self._path,
@@ -116,41 +113,14 @@ class Opening:
             time.monotonic() - started,
         )
 
-    def _load_entries(
-        self, trusted: dict[int, Segment], entries: list[tuple[bytes, StoredEntry]]
-    ) -> dict[bytes, StoredEntry]:
-        """Returns those of segments that are not trusted: they tell use times, but not what is there."""
-        untrusted: dict[bytes, StoredEntry] = {}
-        for identity, stored in entries:
-            segment = trusted.get(stored.segment)
-            if segment is None or stored.record >= segment.records:
-                untrusted[identity] = stored
-                continue
-            traffic_class = self._classes.of_file(stored.traffic_class, segment.head.ttl)
-            entry = Entry(
-                segment.shape,
-                segment,
-                stored.record,
-                stored.checksum,
-                stored.created,
-                stored.used,
-                traffic_class,
-                -1.0 if stored.touched else stored.used,
-            )
-            segment.place(identity, stored.record)
-            self._catalog.insert_locked(identity, entry)
-        return untrusted
-
-    def _recover_file(self, path: Path, stored: StoredSegment | None, uses: Mapping[bytes, StoredEntry]) -> int:
-        """Takes the blocks that a file holds; `uses` may know later uses of them than the file does.
-
-        Returns the bytes that were read for it.
-        """
-        try:
-            found = read_segment(path)
-        except (ForeignFile, OSError) as error:
-            self._foreign(path, error)
-            return 0
+    def _open(self, path: Path) -> int:
+        """Takes a file's blocks: by its footer, or by a scan. Returns the bytes that were read for it."""
+        sealed = read_sealed(path)
+        if sealed is not None:
+            self._take(path, sealed, sealed=True)
+            return footer_bytes(len(sealed.entries))
+        found = read_segment(path)
+        read = found.size
         if not found.sealed:
             self._events["recovered_segments"] += 1
             try:
@@ -158,36 +128,31 @@ class Opening:
             except OSError as error:
                 # A full disk must not keep its blocks from being served; the next start scans the file again.
                 log.warning("cannot seal %s: %s", path, error.strerror)
-        number = stored.number if stored is not None else self._files.next_segment
-        self._files.next_segment = max(self._files.next_segment, number + 1)
-        segment = self._files.register(number, path, found.head, found.records, found.size, sealed=found.sealed)
-        if found.scanned:
-            self._damaged(path, found)
-        put = []
-        for record in found.heads:
-            identity = block_id(record.key, record.shard)
-            segment.place(identity, record.number)
-            old = self._catalog.where(identity)
-            if old is None or old.used < record.used:
-                used, traffic_class = record.used, segment.traffic_class
-                use = uses.get(identity)
-                if use is not None and (use.segment, use.record) == (number, record.number) and use.used > used:
-                    used, traffic_class = use.used, self._classes.of_file(use.traffic_class, found.head.ttl)
-                entry = Entry(
-                    segment.shape,
-                    segment,
-                    record.number,
-                    record.checksum,
-                    record.created,
-                    used,
-                    traffic_class,
-                    record.used,
-                )
-                self._catalog.insert_locked(identity, entry)
-                put.append((identity, entry))
-        self._durable.record(put=put)
-        self._durable.record(segment=segment)
-        return found.size if found.scanned else footer_bytes(found.records)
+        by_number = {head.number: head for head in found.heads}
+        entries = footer_entries([by_number.get(number) for number in range(found.records)])
+        listed = Sealed(found.head, np.frombuffer(entries, FOOTER_ENTRY), found.size)
+        self._take(path, listed, sealed=found.sealed)
+        self._damaged(path, found)
+        return read
+
+    def _take(self, path: Path, found: Sealed, *, sealed: bool) -> None:
+        if len(found.entries) > self._catalog.room:
+            raise ForeignFile("the index is full")
+        number = self._files.next_segment
+        self._files.next_segment += 1
+        segment = self._files.register(number, path, found.head, len(found.entries), found.size, sealed=sealed)
+        self._catalog.load(segment, found.entries, self._uses_of(found.head))
+
+    def _uses_of(self, head: SegmentHead) -> StoredUses | None:
+        self._known.discard(head.tag)
+        row = self._durable.row(head.tag)
+        if row is None:
+            return None
+        try:
+            return decode_uses(row, self._classes, head.ttl)
+        except ValueError as error:
+            log.warning("when the blocks of segment %016x were used is not understood: %s", head.tag, error)
+            return None
 
     def _damaged(self, path: Path, found: Found) -> None:
         """Counts the records that a scan found damaged; those whose trailer is whole are remembered by name."""

@@ -106,7 +106,7 @@ class Reclaimer:
         headroom = int(self._files.segment_bytes * MAX_KEPT_SHARE) + footer_bytes(blocks)
         one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
         need = one.offset(1) if opens else one.stride
-        while (used := self._bytes_used()) + need + headroom > self._budget:
+        while (used := self._bytes_used()) + need + headroom > self._budget or self._catalog.room < blocks:
             job = self._job if self._job is not None and self._job.reason is MissReason.EVICTED else self._eviction()
             job = job or self._job
             if job is self._job:
@@ -196,17 +196,11 @@ class Reclaimer:
 
     def _wanted(self, job: _Job) -> list[Placed]:
         """What is to be written again, in prefix order: for expiry all that is fresh, for room what was used since."""
-        now = self._clock.now()
         found: list[Placed] = []
         for segment in job.segments:
             with self._lock:  # for one file at a time: look-ups wait for it
-                found += [
-                    (identity, entry)
-                    for identity, entry in self._catalog.live_locked(segment)
-                    if entry.expires > now
-                    and (entry.touched or job.reason is MissReason.EXPIRED)
-                    and identity not in job.tried
-                ]
+                fresh = self._catalog.fresh_locked(segment, touched=job.reason is not MissReason.EXPIRED)
+            found += [(identity, entry) for identity, entry in fresh if identity not in job.tried]
         return found
 
     # ---- inside: carrying it out ---------------------------------------------------------------------------------
@@ -267,31 +261,21 @@ class Reclaimer:
 
     def _drop(self, job: _Job) -> None:
         self._release(job)
-        now = self._clock.now()
-        last_use = -1.0
-        for segment in job.segments:
-            with self._lock:
-                for identity, entry in list(self._catalog.live_locked(segment)):
-                    last_use = max(last_use, entry.used)
-                    reason = MissReason.EXPIRED if entry.expires <= now else job.reason
-                    self._catalog.drop_locked(identity, entry, reason)
+        last_use = max(self._catalog.drop_all(segment, job.reason) for segment in job.segments)
         with self._lock:  # matched meanwhile: its blocks are gone from the table, the file goes in a later round
             idle = [segment for segment in job.segments if not segment.pins]
         gone = [segment for segment in idle if self._unlink(segment.path)]
         self._stuck = len(gone) < len(idle)
         if self._stuck:
             self._pause_until = self._clock.monotonic() + WRITE_RETRY_SECONDS
-        dropped: list[bytes] = []
         for segment in gone:
             self._files.forget(segment)
-            with self._lock:
-                dropped += self._catalog.gone_locked(segment.identities)
         with self._lock:
             others = list(self._files.segments.values())
         where = _slice(job.segments[0])
         if gone and not any(_slice(other) == where for other in others):
             _remove_directory(job.segments[0].path.parent)
-        self._durable.record(delete=dropped, drop_segments=[segment.number for segment in gone])
+        self._durable.forget([segment.head.tag for segment in gone])
         self._events["reclaimed_segments"] += len(gone)
         if job.reason is MissReason.EVICTED:
             self._drop_tails(last_use)
@@ -301,13 +285,7 @@ class Reclaimer:
         with self._lock:
             others = [s for s in self._files.segments.values() if s.oldest_use <= last_use and s.dead < s.records]
         for segment in others:
-            with self._lock:
-                live = list(self._catalog.live_locked(segment))
-                for identity, entry in live:
-                    if entry.used <= last_use:
-                        self._catalog.drop_locked(identity, entry, MissReason.EVICTED)
-                        self._events["dropped_tails"] += 1
-                segment.oldest_use = min((e.used for _, e in live if e.used > last_use), default=segment.oldest_use)
+            self._events["dropped_tails"] += self._catalog.drop_unused(segment, last_use, MissReason.EVICTED)
 
     def _unlink(self, path: Path) -> bool:
         try:

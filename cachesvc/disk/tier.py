@@ -17,9 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cachesvc.catalog import Catalog
@@ -35,7 +33,7 @@ from cachesvc.disk.reading import Reader, Wanted
 from cachesvc.disk.reclaim import Reclaimer
 from cachesvc.disk.scrub import Scrubber
 from cachesvc.errors import StoreUnusable, WriteRefused
-from cachesvc.index.table import Entry, block_id
+from cachesvc.index.table import block_id
 from cachesvc.limits import (
     DEFAULT_REWRITE_RATE,
     DEFAULT_SCRUB_RATE,
@@ -44,7 +42,6 @@ from cachesvc.limits import (
 )
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import Shape
-from cachesvc.segments.segment import Segment
 from cachesvc.store_dir import next_epoch, write_atomically
 
 log = logging.getLogger("cachesvc.store")
@@ -87,15 +84,13 @@ class DiskTier:
                 names,
                 max(1, min(segment_bytes, budget // 16)),
                 catalog=catalog,
-                durable=self._durable,
                 health=self._health,
                 classes=classes,
                 clock=clock,
                 events=events,
             )
-            known, entries = self._durable.load()
             self._index_bytes = self._durable.measure()
-            Opening(path, catalog, self._files, self._durable, classes, events).run(known, entries)
+            Opening(path, catalog, self._files, self._durable, classes, events).run()
         except OSError as error:
             self._place.close()
             raise StoreUnusable(f"store {path}: {error.strerror}; check the directory and its disk") from error
@@ -116,20 +111,6 @@ class DiskTier:
         self._scrub_pace = Pace(clock, scrub_rate)
 
     # ---- read ----------------------------------------------------------------------------------------------------
-
-    def pin(self, entries: Sequence[Sequence[Entry]]) -> list[Segment]:
-        """Keeps the files of entries (by shard and block): the segments to give to `unpin`."""
-        found = set(map(attrgetter("segment"), chain.from_iterable(entries)))
-        segments = [segment for segment in found if segment is not None]
-        with self._lock:
-            for segment in segments:
-                segment.pins += 1
-        return segments
-
-    def unpin(self, segments: Iterable[Segment]) -> None:
-        with self._lock:
-            for segment in segments:
-                segment.pins -= 1
 
     def read(self, wanted: Sequence[Wanted], payloads: Sequence[memoryview]) -> Iterator[int]:
         """See `Reader.read`."""
@@ -269,16 +250,12 @@ class DiskTier:
         lost = [segment for segment in list(self._files.segments.values()) if not segment.path.exists()]
         log.warning("the store's directory was deleted: %d of its files are gone, it is begun anew", len(lost))
         for segment in lost:
-            with self._lock:
-                for identity, entry in list(self.catalog.live_locked(segment)):
-                    self.catalog.drop_locked(identity, entry, MissReason.CORRUPT)
+            self.catalog.drop_all(segment, MissReason.CORRUPT)
             self._files.forget(segment)
         self._mend_index()
 
     def _mend_index(self) -> None:
-        self._durable.mend(list(self._files.segments.values()), self.catalog)
+        self._durable.mend(self.catalog)
 
     def _save_touches(self) -> None:
-        put, delete = self.catalog.take_changed()
-        if put or delete:
-            self._durable.record(put=put, delete=delete)
+        self._durable.save(self.catalog.take_uses())

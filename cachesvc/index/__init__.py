@@ -1,1 +1,1 @@
-"""Where blocks are: `table` is what look-ups read, `rocks` is what survives a restart. The files are the truth."""
+"""Where blocks are: `blocks` is what look-ups read, `rocks` is what survives a restart. The files are the truth."""

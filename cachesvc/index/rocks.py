@@ -1,13 +1,14 @@
-"""The durable index: what the table held, in RocksDB. It can be deleted at any time and is rebuilt from the segments.
+"""The durable index: what the files do not say of their blocks, in RocksDB. It can be deleted at any time.
 
-Keys and values (little-endian)::
+What is stored, the footers of the segments say. They do not change; which blocks were used since, and which were
+dropped or lie elsewhere by now, stands here, in one row per segment that was sealed or changed::
 
-    'v'            → format version
-    'b' ‖ block id → segment number u32 ‖ record u32 ‖ checksum u64 ‖ created µs u64 ‖ used µs u64 ‖ touched u8 ‖ class
-    's' ‖ number   → JSON {"path", "sealed", "size"}
+    'v'               → format version
+    'u' ‖ segment tag → names u16 ‖ records u32 ‖ JSON of the classes' names ‖ last use f64 s each ‖ class u8 each
+                        ‖ flags u8 each
 
-One column family and a write-ahead log, so that what a crash loses is a suffix of what was written: a segment that is
-recorded as sealed has all its blocks recorded.
+Numbers are little-endian. What a crash loses is the uses of the last seconds: a dropped block may be back (and is
+checked like any other), a used one may count as unused.
 """
 
 from __future__ import annotations
@@ -19,47 +20,31 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from rocksdict import AccessType, Options, Rdict, WriteBatch
 
-from cachesvc.index.table import Entry
-from cachesvc.segments.segment import Segment
+from cachesvc.classes import TrafficClasses
+from cachesvc.index.blocks import StoredUses
+from cachesvc.index.rows import NO_CLASS
 
 log = logging.getLogger("cachesvc.store")
 
-_VERSION: Final = b"2"
-_ENTRY: Final = struct.Struct("<IIQQQB")
-_NUMBER: Final = struct.Struct(">I")
+_VERSION: Final = b"3"
+_TAG: Final = struct.Struct("<Q")
+_HEAD: Final = struct.Struct("<HI")
 _UNWRITABLE: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
 class IndexDamaged(Exception):
-    """The index cannot be opened or read, or is of another version. The store rebuilds it."""
+    """The index cannot be opened or read, or is of another version. The store goes on with a new one."""
 
 
 class IndexUnwritable(IndexDamaged):
     """The disk is full or read-only. What the index holds is good, and can be read."""
-
-
-@dataclass(frozen=True)
-class StoredEntry:
-    segment: int
-    record: int
-    checksum: int
-    created: float
-    used: float
-    touched: bool
-    traffic_class: str
-
-
-@dataclass(frozen=True)
-class StoredSegment:
-    number: int
-    sealed: bool
-    size: int
 
 
 class RocksIndex:
@@ -89,66 +74,41 @@ class RocksIndex:
     def destroy(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
-    def segments(self) -> dict[str, StoredSegment]:
-        """Segments by path relative to the store."""
-        found = {}
+    def row(self, tag: int) -> bytes | None:
+        """A segment's, for `decode_uses`."""
         try:
-            for key, value in self._scan(b"s"):
-                fields = json.loads(value)
-                found[fields["path"]] = StoredSegment(_NUMBER.unpack(key[1:])[0], fields["sealed"], fields["size"])
-        except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise IndexDamaged(f"a segment's entry is not understood: {error!r}") from error
-        return found
+            return cast("bytes | None", self._db.get(b"u" + _TAG.pack(tag)))
+        except Exception as error:
+            raise IndexDamaged(str(error)) from error
 
-    def entries(self) -> Iterator[tuple[bytes, StoredEntry]]:
-        """All blocks, in no useful order."""
-        for key, value in self._scan(b"b"):
-            try:
-                segment, record, checksum, created, used, touched = _ENTRY.unpack_from(value)
-                name = value[_ENTRY.size :].decode()
-            except (ValueError, struct.error) as error:
-                raise IndexDamaged(f"a block's entry is not understood: {error!r}") from error
-            yield key[1:], StoredEntry(segment, record, checksum, created / 1e6, used / 1e6, bool(touched), name)
+    def tags(self) -> set[int]:
+        """Of all segments that it knows; reads everything."""
+        try:
+            return {_TAG.unpack(key[1:])[0] for key, _ in self._scan(b"u")}
+        except struct.error as error:
+            raise IndexDamaged(f"a key is not understood: {error}") from error
 
-    def write(
-        self,
-        *,
-        put: Iterable[tuple[bytes, Entry]] = (),
-        delete: Iterable[bytes] = (),
-        segment: tuple[Segment, str] | None = None,
-        drop_segments: Iterable[int] = (),
-    ) -> None:
-        """One atomic batch. `segment` comes with its path relative to the store, and after the blocks in it."""
+    def uses(self) -> dict[int, bytes]:
+        """All rows by segment tag."""
+        try:
+            return {_TAG.unpack(key[1:])[0]: value for key, value in self._scan(b"u")}
+        except struct.error as error:
+            raise IndexDamaged(f"a key is not understood: {error}") from error
+
+    def write(self, *, put: Iterable[tuple[int, StoredUses]] = (), drop: Iterable[int] = ()) -> None:
+        """One atomic batch of rows, and of those to be removed, by segment tag."""
         batch = WriteBatch(raw_mode=True)
-        for identity, entry in put:
-            assert entry.segment is not None, "only what is on disk has a place in the durable index"
-            batch.put(
-                b"b" + identity,
-                _ENTRY.pack(
-                    entry.segment.number,
-                    entry.record,
-                    entry.checksum,
-                    round(entry.created * 1e6),
-                    round(entry.used * 1e6),
-                    entry.touched,
-                )
-                + entry.traffic_class.name.encode(),
-            )
-        for identity in delete:
-            batch.delete(b"b" + identity)
-        if segment is not None:
-            state, path = segment
-            fields = {"path": path, "sealed": state.sealed, "size": state.size}
-            batch.put(b"s" + _NUMBER.pack(state.number), json.dumps(fields).encode())
-        for number in drop_segments:
-            batch.delete(b"s" + _NUMBER.pack(number))
+        for tag, uses in put:
+            batch.put(b"u" + _TAG.pack(tag), encode_uses(uses))
+        for tag in drop:
+            batch.delete(b"u" + _TAG.pack(tag))
         try:
             self._db.write(batch)
         except Exception as error:
             raise IndexDamaged(str(error)) from error
 
     def close(self) -> None:
-        """Never raises: what did not reach the index is in the files."""
+        """Never raises: what did not reach the index costs use times only."""
         try:
             self._db.close()
         except Exception as error:  # noqa: BLE001  as above
@@ -170,3 +130,34 @@ class RocksIndex:
             raise IndexDamaged(str(error)) from error
         finally:
             del cursor  # an iterator keeps the database's files open, also after close
+
+
+def encode_uses(uses: StoredUses) -> bytes:
+    names = json.dumps([traffic_class.name for traffic_class in uses.classes]).encode()
+    head = _HEAD.pack(len(names), len(uses.used))
+    return head + names + uses.used.astype("<f8").tobytes() + uses.kinds.tobytes() + uses.flags.tobytes()
+
+
+def decode_uses(row: bytes, classes: TrafficClasses, ttl: float) -> StoredUses:
+    """`ttl` (seconds) is taken for classes that are not configured any more. Raises `ValueError`."""
+    names, used, kinds, flags = _split(row)
+    return StoredUses(tuple(classes.of_file(name, ttl) for name in names), used, kinds, flags)
+
+
+def stored_blocks(row: bytes) -> int:
+    """How many blocks were stored in the segment. Raises `ValueError`."""
+    return int(np.count_nonzero(_split(row)[2] != NO_CLASS))
+
+
+def _split(row: bytes) -> tuple[list[str], NDArray[np.float64], NDArray[np.uint8], NDArray[np.uint8]]:
+    try:
+        length, count = _HEAD.unpack_from(row)
+        names = json.loads(row[_HEAD.size : _HEAD.size + length])
+        numbers = row[_HEAD.size + length :]
+        if len(numbers) != 10 * count:
+            raise ValueError(f"{len(numbers)} bytes for {count} records")
+        texts = [str(name) for name in names]
+    except (struct.error, TypeError) as error:
+        raise ValueError(f"a row is not understood: {error}") from error
+    kinds, flags = (np.frombuffer(numbers, np.uint8, count, start * count) for start in (8, 9))
+    return texts, np.frombuffer(numbers, "<f8", count), kinds, flags

@@ -1,11 +1,15 @@
-"""What a look-up reads: block id → entry, in memory."""
+"""Names of blocks, and what is known of one."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cachesvc.classes import TrafficClass
 from cachesvc.keys import KEY_BYTES
@@ -33,6 +37,19 @@ def block_ids(packed: bytes, shard: int) -> list[bytes]:
     return keys
 
 
+def words_of(identities: Sequence[bytes]) -> tuple[NDArray[np.uint64], int | NDArray[np.uint16]]:
+    """Block ids as keys, two words each [n, 2], and their shards (one number when all are of shard 0)."""
+    packed = b"".join(identities)
+    if len(packed) == KEY_BYTES * len(identities):
+        return np.frombuffer(packed, np.uint64).reshape(-1, 2), 0
+    width = KEY_BYTES + _SHARD.size
+    if len(packed) != width * len(identities):
+        packed = b"".join(identity.ljust(width, b"\0") for identity in identities)
+    table = np.frombuffer(packed, np.uint8).reshape(-1, width)
+    shards = np.ascontiguousarray(table[:, KEY_BYTES:]).view(">u2").astype(np.uint16)
+    return np.ascontiguousarray(table[:, :KEY_BYTES]).view(np.uint64), shards.reshape(-1)
+
+
 def split_id(identity: bytes) -> tuple[bytes, int]:
     """The reverse of `block_id`."""
     key, suffix = identity[:KEY_BYTES], identity[KEY_BYTES:]
@@ -41,10 +58,11 @@ def split_id(identity: bytes) -> tuple[bytes, int]:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where a block lies on disk, which never changes (a block that moves gets a new entry), and how it is used.
+    """Where a block lies on disk, which never changes once it is there, and how it is used.
 
-    A block that is only in the arena so far has no `segment`. `traffic_class` is the longest-lived class that used the
-    block: its TTL counts from `used`. `placed` is the use time with which it was written where it lies now.
+    A block that moves gets a new entry. One that is only in the arena so far has no `segment`, and no `row` in the
+    table of blocks on disk. `traffic_class` is the longest-lived class that used the block: its TTL counts from `used`.
+    `placed` is the use time with which it was written where it lies now.
     """
 
     shape: Shape
@@ -55,6 +73,7 @@ class Entry:
     used: float
     traffic_class: TrafficClass
     placed: float
+    row: int = -1
 
     @property
     def expires(self) -> float:
@@ -70,6 +89,3 @@ class Entry:
         self.used = max(self.used, now)
         if traffic_class.ttl > self.traffic_class.ttl:
             self.traffic_class = traffic_class
-
-
-Table = dict[bytes, Entry]

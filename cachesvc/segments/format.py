@@ -18,9 +18,12 @@ import functools
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cachesvc.classes import slice_width
 from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
@@ -34,6 +37,19 @@ _HALF: Final = PAGE // 2  # of the header page: it holds two copies, so that dam
 _HEAD: Final = struct.Struct("<8sHHI")
 _ENTRY: Final = struct.Struct("<16sIIQQQ")
 _DAMAGED: Final = _ENTRY.pack(bytes(16), 0, 1, 0, 0, 0)
+FOOTER_ENTRY: Final = np.dtype(
+    [
+        ("key", "<u8", (2,)),
+        ("shard", "<u4"),
+        ("damaged", "<u4"),
+        ("created", "<u8"),
+        ("used", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+"""The same for thousands at once; times are in microseconds."""
+FooterEntries = NDArray[np.void]
+"""Of dtype `FOOTER_ENTRY`, by record."""
 _TAIL_MAGIC: Final = b"CSVEND\x00\x01"
 _TAIL: Final = struct.Struct("<8sIIQQ")
 _SUM: Final = struct.Struct("<Q")
@@ -115,14 +131,23 @@ def decode_head(page: bytes) -> SegmentHead:
 
 def encode_footer(head: SegmentHead, records: Sequence[RecordHead | None]) -> bytes:
     """One entry for each record slot; None is one whose record is damaged."""
-    entries = b"".join(
+    return footer_of(head, footer_entries(records), len(records))
+
+
+def footer_of(head: SegmentHead, entries: bytes, count: int) -> bytes:
+    """The footer of `count` packed entries."""
+    tail = _TAIL.pack(_TAIL_MAGIC, VERSION, count, head.tag, checksum(entries))
+    return entries + tail + _SUM.pack(checksum(tail))
+
+
+def footer_entries(records: Iterable[RecordHead | None]) -> bytes:
+    """A footer without its tail."""
+    return b"".join(
         _DAMAGED
         if r is None
         else _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum)
         for r in records
     )
-    tail = _TAIL.pack(_TAIL_MAGIC, VERSION, len(records), head.tag, checksum(entries))
-    return entries + tail + _SUM.pack(checksum(tail))
 
 
 def footer_records(head: SegmentHead, tail: bytes, size: int) -> int | None:
@@ -144,13 +169,23 @@ def footer_bytes(count: int) -> int:
     return count * _ENTRY.size + TAIL_BYTES
 
 
-def decode_footer(head: SegmentHead, footer: bytes) -> list[RecordHead] | None:
-    """The records a footer lists as undamaged, or None when it is damaged itself."""
+def check_footer(footer: bytes) -> FooterEntries | None:
+    """The entries of a footer, or None when it is damaged itself."""
     entries, tail = footer[:-TAIL_BYTES], footer[-TAIL_BYTES:]
     if _TAIL.unpack(tail[: _TAIL.size])[4] != checksum(entries):
         return None
+    return np.frombuffer(entries, FOOTER_ENTRY)
+
+
+def decode_footer(head: SegmentHead, footer: bytes) -> list[RecordHead] | None:
+    """The records a footer lists as undamaged, or None when it is damaged itself."""
+    entries = check_footer(footer)
+    if entries is None:
+        return None
     return [
         RecordHead(key, shard, head.payload_bytes, number, created / 1e6, used / 1e6, head.tag, payload_sum)
-        for number, (key, shard, damaged, created, used, payload_sum) in enumerate(_ENTRY.iter_unpack(entries))
+        for number, (key, shard, damaged, created, used, payload_sum) in enumerate(
+            _ENTRY.iter_unpack(entries.tobytes())
+        )
         if not damaged
     ]

@@ -9,8 +9,10 @@ from pathlib import Path
 from cachesvc.record import PAGE, TRAILER_BYTES, RecordHead, checksum, decode_trailer
 from cachesvc.segments.format import (
     TAIL_BYTES,
+    FooterEntries,
     ForeignFile,
     SegmentHead,
+    check_footer,
     decode_footer,
     decode_head,
     encode_footer,
@@ -45,6 +47,26 @@ def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
         return head, size, footer_records(head, file.read(TAIL_BYTES), size)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What the footer of a file says. `size` is the file's, in bytes."""
+
+    head: SegmentHead
+    entries: FooterEntries
+    size: int
+
+
+def read_sealed(path: Path) -> Sealed | None:
+    """Takes a footer's word; None when there is none, or a damaged one. Raises as `read_segment`."""
+    head, size, count = read_head(path)
+    if count is None:
+        return None
+    with path.open("rb", buffering=0) as file:
+        file.seek(head.offset(count))
+        entries = check_footer(file.read(footer_bytes(count)))
+    return None if entries is None else Sealed(head, entries, size)
 
 
 def read_segment(path: Path) -> Found:

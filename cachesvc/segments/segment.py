@@ -37,18 +37,10 @@ class Segment:
     oldest_use: float = field(init=False)
     """No block that lies here was last used earlier."""
     shape: Shape = field(init=False)
-    identities: list[bytes] = field(default_factory=list)
-    """Block id by record number; empty where the record is damaged or unknown."""
 
     def __post_init__(self) -> None:
         self.shape = shape_of(self.head.namespace, self.head.payload_bytes)
         self.oldest_use = self.head.oldest_use
-
-    def place(self, identity: bytes, record: int) -> None:
-        """Notes which block record `record` holds."""
-        if record >= len(self.identities):
-            self.identities += [b""] * (record + 1 - len(self.identities))
-        self.identities[record] = identity
 
     @contextmanager
     def reading(self) -> Iterator[int]:

@@ -36,6 +36,7 @@ from typing import Any, Final
 
 from cachesvc.clock import Clock
 from cachesvc.index.table import split_id
+from cachesvc.keys import KEY_BYTES as CHAIN_KEY_BYTES
 from cachesvc.limits import MAX_QUEUED_EVENTS
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.store_dir import write_atomically
@@ -124,9 +125,15 @@ class Recorder:
         for shard, group in groupby(identities, lambda identity: split_id(identity)[1]):
             self.note({"event": "stored", "shard": shard}, list(group))
 
-    def dropped(self, identity: bytes, reason: MissReason.ValueType) -> None:
-        shard = split_id(identity)[1]
-        self.note({"event": "dropped", "shard": shard, "reason": MissReason.Name(reason).lower()}, [identity])
+    def stored_keys(self, keys: bytes, shard: int) -> None:
+        """`stored`, for keys of one shard back to back."""
+        blocks = (keys[i : i + CHAIN_KEY_BYTES] for i in range(0, len(keys), CHAIN_KEY_BYTES))
+        self.note({"event": "stored", "shard": shard}, blocks)
+
+    def dropped(self, identities: Iterable[bytes], reason: MissReason.ValueType) -> None:
+        for shard, group in groupby(identities, lambda identity: split_id(identity)[1]):
+            name = MissReason.Name(reason).lower()
+            self.note({"event": "dropped", "shard": shard, "reason": name}, list(group))
 
     # ---- inside --------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from cachesvc.accounting import Accounting, Pass, RowKey
 from cachesvc.ghosts import Ghosts
+from cachesvc.index.table import block_id
+from cachesvc.keys import KEY_BYTES as CHAIN_KEY_BYTES
 from cachesvc.limits import MAX_SHARDS
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.trace.recorder import KEY_BYTES
@@ -49,15 +51,13 @@ class Recount:
                 self.asked += _number(event, "tokens")
                 self.accounting.unreachable(_row(event), event["tokens"])
             case "stored":
-                shard = _number(event, "shard", MAX_SHARDS)
-                for key in _keys(event):
-                    self._stored.add((shard, key))
-                    self._ghosts.forget(_ghost(shard, key))
+                shard, keys = _number(event, "shard", MAX_SHARDS), _keys(event)
+                self._stored.update((shard, key) for key in keys)
+                self._ghosts.forget([_ghost(shard, key) for key in keys])
             case "dropped":
-                shard, reason = _number(event, "shard", MAX_SHARDS), _reason(event)
-                for key in _keys(event):
-                    self._stored.discard((shard, key))
-                    self._ghosts.remember(_ghost(shard, key), reason)
+                shard, keys = _number(event, "shard", MAX_SHARDS), _keys(event)
+                self._stored.difference_update((shard, key) for key in keys)
+                self._ghosts.remember([_ghost(shard, key) for key in keys], _reason(event))
             case "boot":
                 self._boot()
             case "lost":
@@ -111,7 +111,7 @@ def _keys(event: Mapping[str, Any]) -> list[bytes]:
 
 
 def _ghost(shard: int, key: bytes) -> bytes:
-    return shard.to_bytes(2, "big") + key
+    return block_id(key.ljust(CHAIN_KEY_BYTES, b"\0"), shard)
 
 
 def _row(event: Mapping[str, Any]) -> RowKey:

@@ -96,6 +96,7 @@ def test_a_damaged_block_of_the_index_loses_nothing(daemon: Daemon, namespace: N
     with Client(daemon.address) as client:
         client.attach(namespace, 16)
         client.save(keys, payloads)
+        assert client.lookup(keys)[0] == 600  # a use: that is what the index knows
     for _ in range(2):  # a second clean start moves what is in the log into a table file
         daemon.restart()
     daemon.stop()

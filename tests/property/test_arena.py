@@ -105,7 +105,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def discard(self, key: bytes) -> None:
-        self.arena.discard(key)
+        self.arena.discard([key])
         self.content.pop(key, None)
         assert not self.arena.resident(key)
 
