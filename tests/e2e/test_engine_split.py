@@ -62,7 +62,7 @@ class Cluster:
         self.both = start("both", "--no-cache")
 
     def ask(self, url: str, prompt: str, **change: Any) -> Any:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
             return client.completions.create(
                 **{"model": self.name, "prompt": prompt, "seed": 5, "max_tokens": 24, **change}
             )
@@ -106,9 +106,9 @@ def asked(cluster: Cluster, count: int, prompt: str, **change: Any) -> Iterator[
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_loses_no_request(role: str, cluster: Cluster) -> None:
     cluster.ask(cluster.front.url, "everything is warm")
-    change = {"max_tokens": 150}
-    expected = [cluster.ask(cluster.both.url, f"{n} {LONG * 40}", **change).choices for n in range(4)]
-    with asked(cluster, 4, LONG * 40, **change) as answers:
+    change = {"max_tokens": 60}
+    expected = [cluster.ask(cluster.both.url, f"{n} {LONG * 15}", **change).choices for n in range(4)]
+    with asked(cluster, 4, LONG * 15, **change) as answers:
         time.sleep(0.4)
         getattr(cluster, role)[0].kill()
     assert sorted(a[0].text for a in answers) == sorted(e[0].text for e in expected)
