@@ -10,7 +10,7 @@ _PIPED_WIDTH = 200
 
 
 def wide_console() -> Console:
-    return Console(markup=False) if sys.stdout.isatty() else Console(width=_PIPED_WIDTH, markup=False)
+    return Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, markup=False, emoji=False)
 
 
 def printable(text: str) -> str:

@@ -222,6 +222,8 @@ class Recorder:
         path = self.path / "salt"
         salt = path.read_bytes() if path.exists() else b""
         if len(salt) != _SALT_BYTES:
+            if salt or self._files():
+                log.warning("the salt of %s is lost: from here on keys are others than in its older files", self.path)
             salt = secrets.token_bytes(_SALT_BYTES)
             write_atomically(path, salt, mode=0o600)
         return salt

@@ -129,4 +129,7 @@ def _number(event: Mapping[str, Any], name: str, most: int = 1 << 40) -> int:
 
 
 def _reason(event: Mapping[str, Any]) -> MissReason.ValueType:
-    return MissReason.Value(str(event["reason"]).upper())
+    name = str(event["reason"]).upper()
+    if name not in MissReason.keys():
+        raise ValueError(f"reason is {event['reason']!r}")
+    return MissReason.Value(name)
