@@ -253,7 +253,9 @@ class Catalog:
             self._caught_up(rows, segment)
             used = self._blocks.rows.used[rows]
             self._drop_rows(rows[used <= last_use], reason)
-            segment.oldest_use = float(used[used > last_use].min(initial=np.inf))
+            left = used[used > last_use]
+            if len(left):  # a file in which nothing is left is to go first: it stays as old as it was
+                segment.oldest_use = float(left.min())
         return int(np.count_nonzero(used <= last_use))
 
     def lost(self, identity: bytes, reason: MissReason.ValueType) -> None:

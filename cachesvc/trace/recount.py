@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from cachesvc.accounting import Accounting, Pass, RowKey
 from cachesvc.ghosts import Ghosts
@@ -17,6 +17,8 @@ from cachesvc.keys import KEY_BYTES as CHAIN_KEY_BYTES
 from cachesvc.limits import MAX_SHARDS
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.trace.recorder import KEY_BYTES
+
+_REASONS: Final = frozenset(MissReason.keys())
 
 
 class NotRecorded(Exception):
@@ -130,6 +132,6 @@ def _number(event: Mapping[str, Any], name: str, most: int = 1 << 40) -> int:
 
 def _reason(event: Mapping[str, Any]) -> MissReason.ValueType:
     name = str(event["reason"]).upper()
-    if name not in MissReason.keys():
+    if name not in _REASONS:
         raise ValueError(f"reason is {event['reason']!r}")
     return MissReason.Value(name)

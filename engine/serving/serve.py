@@ -75,6 +75,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen(128)  # whoever is told the address may come at once
         except OSError as error:
             raise ServeError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
         yield listener

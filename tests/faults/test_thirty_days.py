@@ -70,7 +70,7 @@ def files_bytes(path: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize(("days", "budget"), [(30, 2_200 * SEGMENT), (30, 200 * SEGMENT)])
+@pytest.mark.parametrize(("days", "budget"), [(30, 2_200 * SEGMENT), (6, 200 * SEGMENT)])
 def test_days_of_traffic_expire_what_is_over_keep_what_is_in_use_and_fit_the_disk(
     tmp_path: Path, days: int, budget: int
 ) -> None:

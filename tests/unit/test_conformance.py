@@ -95,10 +95,11 @@ class Careless(Reference):
     def wrap(self, cache: PrefixCache) -> Engine:
         load = cache.load
 
-        def spoil(p: Any, scatter: Any) -> int:
-            return load(
-                p, lambda first, payloads: scatter(first, [memoryview(bytes(view.nbytes)) for view in payloads])
-            )
+        def spoil(p: Any, scatter: Any, restore: Any = None) -> int:
+            def zeros(first: int, payloads: Any) -> None:
+                scatter(first, [memoryview(bytes(view.nbytes)) for view in payloads])
+
+            return load(p, zeros, restore)
 
         cache.load = spoil  # type: ignore[method-assign]
         return super().wrap(cache)
