@@ -19,7 +19,7 @@ from cachesvc.connector.loading import BlockReader, BulkReader, Reader, SlotRead
 from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
-from cachesvc.connector.staging import Saver
+from cachesvc.connector.staging import HostStaging, Saver, Staging
 from cachesvc.connector.stats import CacheStats, Counters
 from cachesvc.connector.workers import Workers
 from cachesvc.keys import Namespace, PrefixHasher, Tokens
@@ -51,7 +51,9 @@ class PrefixCache(BasePrefixCache):
         traffic_class: str = "agent",
         options: CacheOptions = CacheOptions(),  # noqa: B008  # frozen
         shard: int = 0,
+        staging: Staging | None = None,
     ) -> None:
+        """`staging`: of a device, by way of which blocks are saved; by default they are gathered into host memory."""
         if payload_bytes <= 0 or not 0 <= shard < namespace.shards:
             raise ValueError(f"payload_bytes {payload_bytes} or shard {shard} of {namespace.shards} makes no sense")
         if 0 < options.save_queue_bytes < payload_bytes:
@@ -72,7 +74,8 @@ class PrefixCache(BasePrefixCache):
         self._unreachable_tokens = 0  # of prompts for which no daemon could be asked, until one can be told
         self._unknown_classes: set[str] = set()
         self._lookups = Workers("cachesvc-lookup", threads=options.lookup_threads, limit=options.max_lookups)
-        self._client = Client(client_address(address), options, shard)
+        staging = staging or HostStaging(options.copy_threads)
+        self._client = Client(client_address(address), options, shard, staging)
         self._link = Link(
             self._client,
             namespace.canonical_json(),
@@ -90,6 +93,7 @@ class PrefixCache(BasePrefixCache):
             options,
             payload_bytes,
             on_stored=self._note_stored,
+            staging=staging,
         )
 
     # The engine's side

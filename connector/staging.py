@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Attachment, Client
+from cachesvc.connector.copying import Copier, PayloadCopier
 from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
@@ -38,6 +40,31 @@ class Batch:
     traffic_class: str
 
 
+class SaveSlots(Protocol):
+    """Buffers of the save queue, handed out by number: `Slots`, or a device's."""
+
+    def views(self, slots: Sequence[int]) -> Sequence[memoryview]: ...
+    def take(self, wanted: int) -> list[int]: ...
+    def give(self, slots: list[int]) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class Staging(PayloadCopier, Protocol):
+    """Where the save queue lies, and how it is copied into the arena."""
+
+    def slots(self, payload_bytes: int, count: int) -> SaveSlots:
+        """Raises `OSError`."""
+        ...
+
+
+class HostStaging(Copier):
+    """In memory of the host."""
+
+    def slots(self, payload_bytes: int, count: int) -> SaveSlots:
+        return Slots(payload_bytes, count)
+
+
 class Saver:
     """The bounded save queue and its thread."""
 
@@ -51,8 +78,10 @@ class Saver:
         options: CacheOptions,
         payload_bytes: int,
         on_stored: Callable[[Sequence[bytes]], None],
+        staging: Staging,
     ) -> None:
         """`on_stored` is told, on the worker thread, which keys are stored now."""
+        self._staging = staging
         self._on_stored = on_stored
         self._client = client
         self._link = link
@@ -62,7 +91,7 @@ class Saver:
         self._options = options
         self._payload_bytes = payload_bytes
         self._batch_blocks = max(1, options.save_batch_bytes // payload_bytes)
-        self._slots: Slots | None = None
+        self._slots: SaveSlots | None = None
         self._making = threading.Lock()
         self._paused_until = 0.0
         self._worker = Workers("cachesvc-save", threads=1, limit=MAX_WAITING_BATCHES)
@@ -84,7 +113,7 @@ class Saver:
         One call of the daemon takes `max_keys`. What `fill` raises goes to the caller, and nothing is queued then.
         """
         slots = self._buffers()
-        if slots is None or time.monotonic() < self._paused_until:
+        if time.monotonic() < self._paused_until:
             return 0
         taken = slots.take(len(keys))
         if not taken:
@@ -109,11 +138,12 @@ class Saver:
     def close(self, timeout_s: float) -> None:
         self._worker.close(timeout_s)
 
-    def _buffers(self) -> Slots | None:
+    def _buffers(self) -> SaveSlots:
         with self._making:
             if self._slots is None:
+                count = self._options.save_queue_bytes // self._payload_bytes
                 try:
-                    self._slots = Slots(self._payload_bytes, self._options.save_queue_bytes // self._payload_bytes)
+                    self._slots = self._staging.slots(self._payload_bytes, count)
                 except OSError as error:
                     logger.error("no memory for saving (%d bytes): %s", self._options.save_queue_bytes, error)
                     self._slots = Slots(self._payload_bytes, 0)

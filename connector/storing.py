@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from cachesvc.connector.arena import Arena, Pipeline, slot_positions
-from cachesvc.connector.copying import Copier
+from cachesvc.connector.copying import PayloadCopier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached
 from cachesvc.connector.payloads import SLOT_PAGE
 from cachesvc.rpc import cache_pb2 as pb
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
 
 def store_in_arena(
     arena: Arena,
-    copier: Copier,
+    copier: PayloadCopier,
     request: Callable[[Sequence[bytes]], pb.ReserveRequest],
     keys: Sequence[bytes],
     payloads: Sequence[memoryview],
@@ -91,7 +91,7 @@ def store_in_arena(
 def _fill(
     calls: Pipeline,
     arena: Arena,
-    copier: Copier,
+    copier: PayloadCopier,
     slots: Sequence[int],
     ends: float,
     granted: list[int],

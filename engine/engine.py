@@ -8,24 +8,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final
 
 import torch
 
 from cachesvc.connector.base import BasePrefixCache
+from cachesvc.connector.device import DeviceLoads, DevicePayloads, DeviceStaging
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
 from cachesvc.engine.models.llama import LlamaModel
 from cachesvc.engine.request import Request, RequestOutput, SamplingParams
 from cachesvc.engine.runner import Runner
-from cachesvc.engine.scheduler import Scheduler
+from cachesvc.engine.scheduler import Chunk, Scheduler
 from cachesvc.kernels import kernels_for
 from cachesvc.keys import BLOCK_TOKENS
 
 _IDLE_WAIT_S: Final = 0.05
 """How long an idle step waits for the cache before it returns to the caller."""
+
+_CLOSE_S: Final = 5.0
+"""How long closing waits for loads under way."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,15 @@ class Engine:
     The engine keeps no prefix of its own: all reuse comes from `cache`. Several engines can share one model.
     """
 
-    def __init__(self, model: LlamaModel, cache: BasePrefixCache, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: BasePrefixCache,
+        config: EngineConfig | None = None,
+        *,
+        staging: DeviceStaging | None = None,
+    ) -> None:
+        """`staging`: that of `cache`, for a model on a device; without it KV passes through memory of the host."""
         config = config or EngineConfig()
         self._model = model
         self._cache = cache
@@ -57,8 +70,13 @@ class Engine:
             device=model.device,
         )
         self._kernels = kernels_for(model.device)
+        self._transfers = staging.transfers(self._pool.as_paged(), self._kernels) if staging else None
+        self._loads = DeviceLoads(self._transfers) if self._transfers else None
         self._scheduler = Scheduler(
-            self._pool, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
+            self._pool,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            before_release=self._drop_load,
         )
         self._runner = Runner(model, self._pool)
         self._requests: dict[str, Request] = {}
@@ -136,9 +154,14 @@ class Engine:
         if not chunks:
             # Everyone waits for the cache, which answers or gives up within its own deadline.
             for request in self._scheduler.asking[:1]:
-                self._cache.wait(_pass(request), _IDLE_WAIT_S)
+                if request.load is not None:
+                    request.load.wait_start(_IDLE_WAIT_S)
+                else:
+                    self._cache.wait(_pass(request), _IDLE_WAIT_S)
             return []
-        sampled = self._runner.run(chunks)
+        sampled = self._runner.run(chunks, partial(self._wait_layer, chunks))
+        # What was computed behind a load that has failed is void: it is computed again.
+        chunks = [chunk for chunk in chunks if self._load_is_good(chunk.request)]
         now = time.perf_counter()
         for chunk in chunks:
             chunk.request.num_computed = chunk.stop
@@ -187,6 +210,8 @@ class Engine:
         """Aborts everything that is not finished. The cache belongs to the caller and stays open."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        if self._loads is not None:
+            self._loads.close(_CLOSE_S)
 
     def _match(self, request: Request) -> None:
         """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""
@@ -198,7 +223,12 @@ class Engine:
     def _load(self, request: Request) -> None:
         """Loads what the cache has found, once it has answered, into the request's pages."""
         found = _pass(request)
-        if not self._cache.poll(found):
+        if request.load is not None or not self._cache.poll(found):
+            self._go_on(request)
+            return
+        if found.hit_tokens and self._loads is not None:
+            blocks = found.hit_tokens // BLOCK_TOKENS
+            request.load = self._loads.start(self._cache, found, partial(_tables, request), hit_blocks=blocks)
             return
         request.asking = False
         if not found.hit_tokens:
@@ -208,11 +238,39 @@ class Engine:
             self._kernels.scatter(payloads, self._pool.kv, self._block_slots(request, first_block, len(payloads)))
 
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
-        loaded = self._cache.load(found, scatter)
-        if loaded % BLOCK_TOKENS or not 0 <= loaded <= found.hit_tokens < len(request.tokens):
-            raise AssertionError(
-                f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
-            )
+        self._loaded(request, self._cache.load(found, scatter))
+
+    def _go_on(self, request: Request) -> None:
+        """Lets a request be computed whose load is under way, before it is known whether that is good."""
+        if request.load is not None and request.load.can_start:
+            request.asking = False
+            request.num_computed = _pass(request).hit_tokens
+            if request.load.ended:
+                self._load_is_good(request)
+
+    def _wait_layer(self, chunks: Sequence[Chunk], layer: int) -> None:
+        for chunk in chunks:
+            if chunk.request.load is not None and self._transfers is not None:
+                chunk.request.load.wait_layer(self._transfers.device.current(), layer)
+
+    def _load_is_good(self, request: Request) -> bool:
+        """False when less was loaded than the request computes behind: it goes on from what there is."""
+        if request.load is None or self._transfers is None:
+            return True
+        load, request.load = request.load, None
+        self._loaded(request, load.result(self._transfers.device.current()))
+        return request.hit_tokens == _pass(request).hit_tokens
+
+    def _drop_load(self, request: Request) -> None:
+        """Before a request loses its pages while they are being loaded. Its lease is used up: it computes all."""
+        if request.load is not None and self._transfers is not None:
+            request.load.abandon(self._transfers.device.current())
+            request.load, request.asking = None, False
+
+    def _loaded(self, request: Request, loaded: int) -> None:
+        hit = _pass(request).hit_tokens
+        if loaded % BLOCK_TOKENS or not 0 <= loaded <= hit < len(request.tokens):
+            raise AssertionError(f"the cache loaded {loaded} of {hit} tokens of a prompt of {len(request.tokens)}")
         request.hit_tokens = request.num_computed = loaded
         request.offered_blocks = loaded // BLOCK_TOKENS
 
@@ -226,6 +284,9 @@ class Engine:
             return
 
         def gather(first_block: int, payloads: Sequence[memoryview]) -> None:
+            if self._transfers is not None and isinstance(payloads, DevicePayloads):
+                payloads.filled(self._transfers.stage(_tables(request, first_block, len(payloads)), payloads.blocks))
+                return
             self._kernels.gather(self._pool.kv, self._block_slots(request, first_block, len(payloads)), payloads)
 
         self._cache.save(_pass(request), request.num_computed, gather)
@@ -241,6 +302,11 @@ class Engine:
 
     def _block_slots(self, request: Request, first_block: int, count: int) -> torch.Tensor:
         return request.table.slots(first_block * BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS)
+
+
+def _tables(request: Request, first_block: int, count: int) -> list[list[int]]:
+    """Pages of blocks, for the one group of the pool."""
+    return [request.table.units(first_block, count)]
 
 
 def _pass(request: Request) -> Pass:

@@ -11,6 +11,8 @@ import heapq
 import torch
 
 from cachesvc.engine.models.config import LlamaConfig
+from cachesvc.kernels import PagedPool, pool_of_layers
+from cachesvc.keys import BLOCK_TOKENS
 
 
 class OutOfPagesError(Exception):
@@ -39,8 +41,14 @@ class PagePool:
         shape = (2, num_pages * page_size, config.num_key_value_heads, config.head_dim)
         # Written once here, so that the first request does not pay for the page faults.
         self.kv = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(config.num_hidden_layers)]
+        # What blocks of the cache are cut into: pages, or single tokens where pages do not divide a block.
+        self.unit_tokens = page_size if BLOCK_TOKENS % page_size == 0 else 1
         # A heap: the lowest pages first, so that tables are often consecutive and can be read without a gather.
         self._free = list(range(num_pages))
+
+    def as_paged(self) -> PagedPool:
+        """The same memory as the kernels take it, in pages of `unit_tokens`."""
+        return pool_of_layers(self.kv, page_tokens=self.unit_tokens, block_tokens=BLOCK_TOKENS)
 
     @property
     def free_pages(self) -> int:
@@ -104,6 +112,12 @@ class PageTable:
         pages = torch.tensor(self.pages[first : self._pool.pages_for(stop)], dtype=torch.int64)
         positions = torch.arange(start - first * size, stop - first * size)
         return (pages[positions // size] * size + positions % size).to(self._pool.device)
+
+    def units(self, first_block: int, count: int) -> list[int]:
+        """Pages of `unit_tokens` of so many blocks of the cache, from the one of that index on."""
+        per_block = BLOCK_TOKENS // self._pool.unit_tokens
+        start, stop = first_block * per_block, (first_block + count) * per_block
+        return self.pages[start:stop] if self._pool.unit_tokens > 1 else self.slots(start, stop).tolist()
 
     def context(self, stop: int) -> slice | torch.Tensor:
         """Slots of the first `stop` tokens: a slice when they are consecutive (a view costs nothing), else a tensor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,9 +19,12 @@ class Runner:
         self._model = model
         self._pool = pool
 
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Computes the chunks' KV; returns by request id, the next token of each request computed to its end."""
-        logits = self._model.forward(self._flatten(chunks), self._pool.kv)
+    def run(self, chunks: Sequence[Chunk], ready: Callable[[int], None] = lambda layer: None) -> dict[str, int]:
+        """Computes the chunks' KV; returns by request id, the next token of each request computed to its end.
+
+        `ready` is called with each layer before its KV is read.
+        """
+        logits = self._model.forward(self._flatten(chunks), self._pool.kv, ready)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         tokens = sample(logits, [r.params for r in sampling], [len(r.generated) for r in sampling])
         return {request.request_id: token for request, token in zip(sampling, tokens, strict=True)}

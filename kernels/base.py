@@ -56,14 +56,16 @@ class BlockKernels(Protocol):
         *,
         skip: Sequence[int] = (),
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
         """Copies payloads into the pages of all groups of the pool, in one launch.
 
         `tables`: for each group int64 ``[n * group.pages]``, the page of every page of the `n` blocks, on the pool's
         device, in prefix order. `skip`: for each group, so many pages at the beginning are left out, and their table
-        is not looked at. `layers`: only layers [first, end) of each group. `programs`: how many programs run at a
-        time, where the device has such a thing; 0 leaves it to the kernels.
+        is not looked at. `layers`: only layers [first, end) of each group. `origin`: what lies at each offset is a
+        payload from this byte on, of which only the part with these layers needs to be there. `programs`: how many
+        programs run at a time, where the device has such a thing; 0 leaves it to the kernels.
         """
         ...
 
@@ -74,6 +76,7 @@ class BlockKernels(Protocol):
         blocks: Blocks,
         *,
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
         """The reverse. Bytes of a payload that no group covers keep what they had."""

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 MAX_PAYLOAD_BYTES = 1 << 30
 """Kernels count the bytes of one payload in 32 bits."""
 
 
-class Blocks(NamedTuple):
-    """Payloads of `n` blocks: at each of `offsets` into `memory` begins one."""
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Payloads of `n` blocks: at each of `offsets` into `memory` begins one.
+
+    `memory`: uint8 ``[bytes]``, an arena that is registered with the device, or memory of the device. `offsets` may be
+    given as any sequence of integers; it becomes int64 ``[n]``.
+    """
 
     memory: torch.Tensor
-    """uint8 ``[bytes]``: an arena that is registered with the device, or memory of the device."""
-    offsets: Sequence[int]
+    offsets: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", np.asarray(self.offsets, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, part: slice) -> Blocks:
+        return Blocks(self.memory, self.offsets[part])
 
 
 @dataclass(frozen=True)
@@ -105,17 +119,35 @@ class PagedPool:
     def layers(self) -> int:
         return max(group.layers for group in self.groups)
 
-    def check(self, blocks: Blocks, tables: Sequence[torch.Tensor], layers: tuple[int, int] | None) -> None:
+    def spans(self, layers: tuple[int, int] | None) -> list[tuple[int, int]]:
+        """Where in a payload these layers lie, (place, bytes) in ascending order, neighbours together."""
+        spans: list[tuple[int, int]] = []
+        for group in sorted(self.groups, key=lambda group: group.offset):
+            first, end = group.range_of(layers)
+            place, size = group.offset + first * group.region_bytes, (end - first) * group.region_bytes
+            if spans and size and sum(spans[-1]) == place:
+                spans[-1] = (spans[-1][0], spans[-1][1] + size)
+            elif size:
+                spans.append((place, size))
+        return spans
+
+    def check(
+        self, blocks: Blocks, tables: Sequence[torch.Tensor], layers: tuple[int, int] | None, origin: int
+    ) -> None:
         """Raises `ValueError` for sizes that do not fit. What stands in the tables is the caller's to answer for."""
-        count = len(blocks.offsets)
+        count = len(blocks)
         if blocks.memory.dtype != torch.uint8 or blocks.memory.dim() != 1 or not blocks.memory.is_contiguous():
             raise ValueError(f"payload memory is {blocks.memory.dtype} {tuple(blocks.memory.shape)}, not uint8 [bytes]")
-        room = blocks.memory.numel() - self.payload_bytes
-        if count and not 0 <= min(blocks.offsets) <= max(blocks.offsets) <= room:
-            raise ValueError(
-                f"payloads of {self.payload_bytes} bytes from {min(blocks.offsets)} to {max(blocks.offsets)} do not "
-                f"lie in {blocks.memory.numel()} bytes"
-            )
+        if layers is not None and not 0 <= layers[0] <= layers[1] <= self.layers:
+            raise ValueError(f"layers {layers[0]} to {layers[1]} are asked for; the pool has {self.layers}")
+        spans = self.spans(layers)
+        if count and spans:
+            low, high = int(blocks.offsets.min()) - origin, int(blocks.offsets.max()) - origin
+            if low + spans[0][0] < 0 or high + sum(spans[-1]) > blocks.memory.numel() or origin > spans[0][0]:
+                raise ValueError(
+                    f"payloads of {self.payload_bytes} bytes, from byte {origin} on, at {low + origin} to "
+                    f"{high + origin} do not lie in {blocks.memory.numel()} bytes"
+                )
         if len(tables) != len(self.groups):
             raise ValueError(f"{len(tables)} page tables were given for {len(self.groups)} groups")
         for group, table in zip(self.groups, tables, strict=True):
@@ -124,8 +156,6 @@ class PagedPool:
                     f"a page table has {table.numel()} entries of {table.dtype}; {count} blocks of {group.pages} pages "
                     "take that many of int64"
                 )
-        if layers is not None and not 0 <= layers[0] <= layers[1] <= self.layers:
-            raise ValueError(f"layers {layers[0]} to {layers[1]} are asked for; the pool has {self.layers}")
 
 
 def pool_of_layers(kv: Sequence[torch.Tensor], *, page_tokens: int, block_tokens: int) -> PagedPool:
@@ -138,9 +168,7 @@ def pool_of_layers(kv: Sequence[torch.Tensor], *, page_tokens: int, block_tokens
         raise ValueError("the KV pool has no layers")
     if block_tokens % page_tokens or kv[0].shape[1] % page_tokens:
         raise ValueError(f"pages of {page_tokens} tokens do not divide {block_tokens} or {kv[0].shape[1]} slots")
-    regions = tuple(
-        _rows(plane, plane.shape[0] // page_tokens) for layer in kv for plane in layer.unbind(0)
-    )
+    regions = tuple(_rows(plane, plane.shape[0] // page_tokens) for layer in kv for plane in layer.unbind(0))
     return PagedPool((PageGroup(regions, block_tokens // page_tokens, len(kv)),))
 
 

@@ -48,15 +48,18 @@ class TorchBlockKernels:
         *,
         skip: Sequence[int] = (),
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
-        pool.check(blocks, tables, layers)
+        pool.check(blocks, tables, layers, origin)
         for index, (group, table) in enumerate(zip(pool.groups, tables, strict=True)):
             left_out = skip[index] if skip else 0
             first, end = group.range_of(layers)
-            if not blocks.offsets or first == end:
+            if not len(blocks) or first == end:
                 continue
-            parts = torch.stack([_part(blocks, offset, group, first, end) for offset in blocks.offsets], 1)
+            parts = torch.stack(
+                [_part(blocks, offset - origin, group, first, end) for offset in blocks.offsets.tolist()], 1
+            )
             parts = parts.to(pool.device).view(end - first, -1, group.page_bytes)[:, left_out:]
             for region, part in zip(group.regions[first:end], parts, strict=True):
                 region.index_copy_(0, table[left_out:], part)
@@ -68,17 +71,18 @@ class TorchBlockKernels:
         blocks: Blocks,
         *,
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
-        pool.check(blocks, tables, layers)
+        pool.check(blocks, tables, layers, origin)
         for group, table in zip(pool.groups, tables, strict=True):
             first, end = group.range_of(layers)
-            if not blocks.offsets or first == end:
+            if not len(blocks) or first == end:
                 continue
             found = torch.stack([region.index_select(0, table) for region in group.regions[first:end]])
-            found = found.view(end - first, len(blocks.offsets), group.pages, group.page_bytes).to(blocks.memory.device)
-            for number, offset in enumerate(blocks.offsets):
-                _part(blocks, offset, group, first, end).copy_(found[:, number])
+            found = found.view(end - first, len(blocks), group.pages, group.page_bytes).to(blocks.memory.device)
+            for number, offset in enumerate(blocks.offsets.tolist()):
+                _part(blocks, offset - origin, group, first, end).copy_(found[:, number])
 
 
 def _part(blocks: Blocks, offset: int, group: PageGroup, first: int, end: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +22,12 @@ import triton.language as tl
 from cachesvc.kernels.pool import Blocks, PagedPool
 from cachesvc.kernels.torch_ref import TorchBlockKernels
 
-_UNITS: Final = 1024
+_UNITS: Final = 2048
 _WARPS: Final = 8
 _MAX_POOLS: Final = 16
 """Pools whose addresses are kept on the device; the least recently used is forgotten."""
 
-LINK_PROGRAMS: Final = 32
+LINK_PROGRAMS: Final = 16
 """Programs for payloads in host memory: measured to fill a PCIe 5 x16 link, see docs/performance.md."""
 
 DEVICE_PROGRAMS: Final = 1024
@@ -115,9 +116,10 @@ class TritonBlockKernels(TorchBlockKernels):
         *,
         skip: Sequence[int] = (),
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
-        self._launch(blocks, pool, tables, skip or [0] * len(pool.groups), layers, programs, to_pool=True)
+        self._launch(blocks, pool, tables, skip or [0] * len(pool.groups), layers, origin, programs, to_pool=True)
 
     def gather_blocks(
         self,
@@ -126,9 +128,10 @@ class TritonBlockKernels(TorchBlockKernels):
         blocks: Blocks,
         *,
         layers: tuple[int, int] | None = None,
+        origin: int = 0,
         programs: int = 0,
     ) -> None:
-        self._launch(blocks, pool, tables, [0] * len(pool.groups), layers, programs, to_pool=False)
+        self._launch(blocks, pool, tables, [0] * len(pool.groups), layers, origin, programs, to_pool=False)
 
     def _launch(
         self,
@@ -137,29 +140,30 @@ class TritonBlockKernels(TorchBlockKernels):
         tables: Sequence[torch.Tensor],
         skip: Sequence[int],
         layers: tuple[int, int] | None,
+        origin: int,
         programs: int,
         *,
         to_pool: bool,
     ) -> None:
-        pool.check(blocks, tables, layers)
-        if not blocks.offsets:
+        pool.check(blocks, tables, layers, origin)
+        if not len(blocks):
             return
-        bases = [blocks.memory.data_ptr() + offset for offset in blocks.offsets]
+        bases = blocks.offsets + (blocks.memory.data_ptr() - origin)
         unit = unit_of(pool, bases)
-        spans: list[list[int]] = []
+        spans: list[int] = []
         tiles = first_region = 0
         for group, left_out in zip(pool.groups, skip, strict=True):
             first, end = group.range_of(layers)
             size = (end - first) * group.region_bytes
             place = group.offset + first * group.region_bytes
-            spans.append([first_region + first, place, tiles, size, left_out])
+            spans += [first_region + first, place, tiles, size, left_out]
             tiles += -(-size // (_UNITS * unit))
             first_region += len(group.regions)
         if not tiles:
             return
         # One small copy to the device for all that is new; the tables are there already.
         count = len(bases)
-        small = torch.tensor([*bases, *(value for span in spans for value in span)], dtype=torch.int64)
+        small = torch.from_numpy(np.concatenate((bases, np.array(spans, dtype=np.int64))))
         if pool.device.type == "cuda":
             small = small.pin_memory().to(pool.device, non_blocking=True)
         groups, before = [], 0
@@ -197,9 +201,9 @@ class TritonBlockKernels(TorchBlockKernels):
             return self._addresses[addresses]
 
 
-def unit_of(pool: PagedPool, bases: Sequence[int]) -> int:
+def unit_of(pool: PagedPool, bases: Any) -> int:
     """The widest access, a power of two up to 16 bytes, that fits every address of pool and payloads."""
-    common = math.gcd(16, *bases)
+    common = math.gcd(16, int(np.bitwise_or.reduce(bases)))
     for group in pool.groups:
         common = math.gcd(common, group.page_bytes, group.page_stride, group.offset)
         common = math.gcd(common, *(region.data_ptr() for region in group.regions))

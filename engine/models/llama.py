@@ -7,13 +7,15 @@ attention is one matrix product for all of them; attention runs sequence by sequ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from cachesvc.engine.errors import CheckpointError
 from cachesvc.engine.models.config import LlamaConfig, RopeScaling
@@ -117,10 +119,13 @@ class LlamaModel:
         return cls(config, embedding, layers, norm, head)
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch, kv: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, batch: FlatBatch, kv: Sequence[Tensor], ready: Callable[[int], None] = lambda layer: None
+    ) -> Tensor:
         """Writes the batch's K and V into `kv` and returns float32 logits ``[n, vocab_size]`` of `batch.logit_rows`.
 
-        `kv` holds per layer ``[2, num_slots, kv_heads, head_dim]`` in the model's dtype and device.
+        `kv` holds per layer ``[2, num_slots, kv_heads, head_dim]`` in the model's dtype and device. `ready` is called
+        with each layer before its KV is read.
         """
         config = self.config
         eps, width = config.rms_norm_eps, (config.hidden_size,)
@@ -129,13 +134,14 @@ class LlamaModel:
         masks = [_causal_mask(span, self.dtype, self.device, config) for span in batch.spans]
 
         hidden = F.embedding(batch.tokens, self._embedding)
-        for layer, pool in zip(self._layers, kv, strict=True):
+        for index, (layer, pool) in enumerate(zip(self._layers, kv, strict=True)):
             qkv = linear(F.rms_norm(hidden, width, layer.input_norm, eps), layer.qkv)
             parts = qkv.split_with_sizes((q_size, kv_size, kv_size), -1)
             q, k, v = (part.view(len(qkv), -1, config.head_dim) for part in parts)
             pool[0].index_copy_(0, batch.slots, _rotate(k, cos, sin))
             pool[1].index_copy_(0, batch.slots, v)
             q = _rotate(q, cos, sin)
+            ready(index)
             attended = [_attend(q, pool, span, mask) for span, mask in zip(batch.spans, masks, strict=True)]
             hidden = hidden + linear(torch.cat(attended), layer.out)
             gate, up = linear(F.rms_norm(hidden, width, layer.post_norm, eps), layer.gate_up).chunk(2, -1)
@@ -173,7 +179,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _causal_mask(span: SequenceSpan, dtype: torch.dtype, device: torch.device, config: LlamaConfig) -> Tensor | None:
     """Additive mask [group * length, context] for `_attend`; a single new token sees everything and needs none."""
-    if span.length == 1:
+    if span.length == 1 or device.type != "cpu":
         return None
     context = _context_length(span)
     mask = torch.full((span.length, context), float("-inf"), dtype=dtype, device=device)
@@ -187,11 +193,21 @@ def _attend(q: Tensor, pool: Tensor, span: SequenceSpan, mask: Tensor | None) ->
     The query heads that share a KV head are laid out as further rows of that head, so K and V are never repeated.
     """
     k, v = pool[:, span.context] if isinstance(span.context, slice) else pool.index_select(1, span.context)
+    if span.length > 1 and mask is None:
+        return attend_fused(q[span.start : span.start + span.length], k, v)
     kv_heads, head_dim = k.shape[1:]
     rows = q[span.start : span.start + span.length].view(span.length, kv_heads, -1, head_dim)
     rows = rows.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)  # [1, kv_heads, group * length, head_dim]
     out = F.scaled_dot_product_attention(rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask)
     return out.view(kv_heads, -1, span.length, head_dim).permute(2, 0, 1, 3).reshape(span.length, -1)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same for q [length, heads, head_dim] with kernels that need no mask in memory, as devices have them."""
+    rows, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    mask: Any = causal_lower_right(len(q), k.shape[2])  # the last rows of a square: what is new comes last
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _context_length(span: SequenceSpan) -> int:

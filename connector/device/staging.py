@@ -1,0 +1,146 @@
+"""The save queue's buffers in the device's memory, and how they get into the arena.
+
+They take the place of the connector's buffers in host memory: an engine's `gather` fills them on the device, so that
+its pages are free at once, and the thread that saves copies them straight into the slots that the daemon has granted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import torch
+
+from cachesvc.connector.device.copies import enqueue, runs
+from cachesvc.connector.device.device import Device, Event
+from cachesvc.connector.device.transfers import Transfers
+from cachesvc.connector.device.windows import Windows
+from cachesvc.connector.payloads import SLOT_PAGE
+from cachesvc.kernels import BlockKernels, Blocks, PagedPool
+
+
+class DevicePayloads(Sequence[memoryview]):
+    """Buffers of `DeviceSlots`, to be filled by `Transfers.stage`.
+
+    As a sequence it yields copies in host memory: for a daemon to which payloads have to be sent.
+    """
+
+    def __init__(self, slots: DeviceSlots, numbers: Sequence[int]) -> None:
+        self.slots = slots
+        self.numbers = numbers
+        self.blocks = Blocks(slots.memory, [number * slots.stride for number in numbers])
+
+    def filled(self, ready: Event) -> None:
+        """Says when they are: to be called by `gather`."""
+        self.slots.ready.update(dict.fromkeys(self.numbers, ready))
+
+    @property
+    def ready(self) -> Event:
+        """The latest point at which one of them is filled. Raises `ValueError` when somebody did not fill them."""
+        events = [self.slots.ready[number] for number in self.numbers if number in self.slots.ready]
+        if len(events) < len(self.numbers):
+            raise ValueError(f"{len(self.numbers) - len(events)} of {len(self.numbers)} buffers were never filled")
+        for event in events[:-1]:
+            if event is not events[-1]:
+                event.synchronize()
+        return events[-1]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[index] for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> DevicePayloads: ...
+    def __getitem__(self, index: int | slice) -> memoryview | DevicePayloads:
+        if isinstance(index, slice):
+            return DevicePayloads(self.slots, self.numbers[index])
+        self.ready.synchronize()
+        start = int(self.blocks.offsets[index])
+        return memoryview(self.slots.memory[start : start + self.slots.payload_bytes].cpu().numpy())
+
+
+class DeviceSlots:
+    """`count` buffers of `payload_bytes` in one piece of the device's memory, as far apart as slots of the arena."""
+
+    def __init__(self, payload_bytes: int, count: int, device: torch.device) -> None:
+        self.payload_bytes = payload_bytes
+        self.count = count
+        self.stride = -(-payload_bytes // SLOT_PAGE) * SLOT_PAGE
+        self.memory = torch.empty(max(1, self.stride * count), dtype=torch.uint8, device=device)
+        self.ready: dict[int, Event] = {}
+        self._lock = threading.Lock()
+        self._free = list(range(count))  # a heap: neighbours are given out together, and copied together
+
+    def views(self, slots: Sequence[int]) -> DevicePayloads:
+        return DevicePayloads(self, slots)
+
+    def take(self, wanted: int) -> list[int]:
+        """Up to `wanted` free buffers, perhaps none. The caller owns them until `give`."""
+        with self._lock:
+            return [heapq.heappop(self._free) for _ in range(min(wanted, len(self._free)))]
+
+    def give(self, slots: list[int]) -> None:
+        with self._lock:
+            for slot in slots:
+                self.ready.pop(slot, None)
+                heapq.heappush(self._free, slot)
+            assert len(self._free) <= self.count, "a buffer was given back twice"
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return (self.count - len(self._free)) * self.payload_bytes
+
+
+class DeviceStaging:
+    """What a `PrefixCache` saves by way of, instead of memory of the host."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.windows = Windows(device)
+        self._draining = device.stream()
+
+    def transfers(self, pool: PagedPool, kernels: BlockKernels) -> Transfers:
+        """Of an engine's KV, into and out of the same arena."""
+        return Transfers(pool, kernels, self.device, self.windows)
+
+    def slots(self, payload_bytes: int, count: int) -> DeviceSlots:
+        """Raises `OSError` when the device has no memory for them."""
+        try:
+            return DeviceSlots(payload_bytes, count, self.device.torch_device)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one
+            raise OSError(str(error).splitlines()[0]) from error
+
+    def copy(
+        self, targets: Sequence[memoryview], sources: Sequence[memoryview], *, checksums: bool, padding: int = 0
+    ) -> list[int]:
+        """Copies payloads into slots of the arena and waits for it. No checksums: the daemon computes them.
+
+        Raises `CudaError`, after which nothing more is written to the targets.
+        """
+        if not len(sources):
+            return []
+        assert isinstance(sources, DevicePayloads), "payloads of a device are copied by this"
+        into, staged = self.windows.locate(targets), sources.blocks
+        if into is None:
+            for target, source in zip(targets, sources, strict=True):
+                target[:] = source
+            return []
+        size = sources.slots.payload_bytes
+        out_of, to = staged.offsets + staged.memory.data_ptr(), into.offsets + into.memory.data_ptr()
+        try:
+            self._draining.wait(sources.ready)
+            enqueue(self._draining, to, out_of, size, runs(to, out_of, size))
+        finally:  # also after an error: afterwards the slots may be somebody else's
+            self._draining.record().synchronize()
+        return []
+
+    def close(self) -> None:
+        """Nothing may be under way any more."""
+        self.windows.close()
