@@ -70,7 +70,7 @@ class Engine:
             device=model.device,
         )
         self._kernels = kernels_for(model.device)
-        self._transfers = staging.transfers(self._pool.as_paged(), self._kernels) if staging else None
+        self._transfers = staging.transfers(self._pool.as_paged()) if staging else None
         self._loads = DeviceLoads(self._transfers) if self._transfers else None
         self._scheduler = Scheduler(
             self._pool,
@@ -146,10 +146,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one batch. Returns the state of every request that got a token in it."""
         self._scheduler.make_room()
-        for request in self._scheduler.admit():
-            self._match(request)
-        for request in self._scheduler.asking:
-            self._load(request)
+        self._admit()
         chunks = self._scheduler.plan()
         if not chunks:
             # Everyone waits for the cache, which answers or gives up within its own deadline.
@@ -159,7 +156,10 @@ class Engine:
                 else:
                     self._cache.wait(_pass(request), _IDLE_WAIT_S)
             return []
-        sampled = self._runner.run(chunks, partial(self._wait_layer, chunks))
+        if self._transfers is None:
+            sampled = self._runner.run(chunks)
+        else:  # while the device computes, those that come next ask the cache
+            sampled = self._runner.run(chunks, partial(self._wait_layer, chunks), self._admit)
         # What was computed behind a load that has failed is void: it is computed again.
         chunks = [chunk for chunk in chunks if self._load_is_good(chunk.request)]
         now = time.perf_counter()
@@ -212,6 +212,12 @@ class Engine:
             self.abort(request_id)
         if self._loads is not None:
             self._loads.close(_CLOSE_S)
+
+    def _admit(self) -> None:
+        for request in self._scheduler.admit():
+            self._match(request)
+        for request in self._scheduler.asking:
+            self._load(request)
 
     def _match(self, request: Request) -> None:
         """Asks the cache for the longest stored prefix. The answer may take longer than the engine wants to wait."""

@@ -19,12 +19,18 @@ class Runner:
         self._model = model
         self._pool = pool
 
-    def run(self, chunks: Sequence[Chunk], ready: Callable[[int], None] = lambda layer: None) -> dict[str, int]:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        ready: Callable[[int], None] = lambda layer: None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> dict[str, int]:
         """Computes the chunks' KV; returns by request id, the next token of each request computed to its end.
 
-        `ready` is called with each layer before its KV is read.
+        `ready` is called with each layer before its KV is read; `meanwhile` once a device has everything to compute.
         """
         logits = self._model.forward(self._flatten(chunks), self._pool.kv, ready)
+        meanwhile()
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         tokens = sample(logits, [r.params for r in sampling], [len(r.generated) for r in sampling])
         return {request.request_id: token for request, token in zip(sampling, tokens, strict=True)}

@@ -4,7 +4,7 @@
 
     staging = DeviceStaging(CudaDevice())
     cache = PrefixCache(namespace, payload_bytes, staging=staging)    # saves go by way of the device's own memory
-    transfers = staging.transfers(pool, kernels_for("cuda"))          # a `kernels.PagedPool`: the engine's KV
+    transfers = staging.transfers(pool)                               # a `kernels.PagedPool`: the engine's KV
     loads = DeviceLoads(transfers)
 
     load = loads.start(cache, p, tables, hit_blocks=...)              # in a thread; tables(first_block, count)

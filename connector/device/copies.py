@@ -7,7 +7,7 @@ over the link itself.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,37 +23,42 @@ _MAX_STEP: Final = 1 << 31
 """Rows of one copy may lie less than this apart (``cudaDeviceProp.memPitch``)."""
 
 
-def runs(one: Any, other: Any, width: int) -> list[tuple[int, int]]:
-    """[start, end) of pieces that lie evenly, in the same steps, on both sides, ascending: one copy each.
+class Plan(NamedTuple):
+    """Which pieces go together: [start, end) that lie in even steps on both sides, and the others, int64 ``[m]``."""
 
-    `one`, `other`: int64 ``[n]``, where the pieces of `width` bytes begin.
-    """
+    runs: list[tuple[int, int]]
+    single: Any
+
+    @property
+    def copies(self) -> int:
+        return len(self.runs) + len(self.single)
+
+
+def plan(one: Any, other: Any, width: int) -> Plan:
+    """`one`, `other`: int64 ``[n]``, where the pieces of `width` bytes begin on either side."""
     count = len(one)
-    if count < 2:
-        return [(0, count)] if count else []
-    first, second = np.diff(one), np.diff(other)
-    # A run goes on as long as both steps stay what they are.
-    breaks = np.flatnonzero((first[1:] != first[:-1]) | (second[1:] != second[:-1]))
-    found, start = [], 0
-    while start < count:
-        end = start + 1
-        if end < count and width <= first[start] < _MAX_STEP and width <= second[start] < _MAX_STEP:
-            stop = int(np.searchsorted(breaks, start))
-            end = int(breaks[stop]) + 2 if stop < len(breaks) else count
-        if end - start < _SHORTEST_RUN:
-            found += [(index, index + 1) for index in range(start, end)]
-        else:
+    alone = np.ones(count, dtype=bool)
+    found: list[tuple[int, int]] = []
+    if count >= _SHORTEST_RUN:
+        first, second = np.diff(one), np.diff(other)
+        changes = np.flatnonzero((first[1:] != first[:-1]) | (second[1:] != second[:-1])) + 1
+        starts, ends = np.append(0, changes), np.append(changes, count - 1) + 1
+        fits = np.minimum(first, second)[starts] >= width
+        fits &= (np.maximum(first, second)[starts] < _MAX_STEP) & (ends - starts >= _SHORTEST_RUN)
+        for start, end in zip(starts[fits].tolist(), ends[fits].tolist(), strict=True):
+            if found and start < found[-1][1]:
+                start += 1  # the piece between two runs belongs to the first
             found.append((start, end))
-        start = end
-    return found
+            alone[start:end] = False
+    return Plan(found, np.flatnonzero(alone))
 
 
-def enqueue(stream: Stream, targets: Any, sources: Any, width: int, parts: list[tuple[int, int]]) -> None:
-    """Copies the pieces, `parts` being the `runs` of targets and sources (addresses, int64 ``[n]``)."""
-    single = [start for start, end in parts if end == start + 1]
-    if single:
-        stream.copy_many(targets[single].tolist(), sources[single].tolist(), width)
-    for start, end in parts:
-        if end > start + 1:
-            step_to, step_from = (int(side[start + 1] - side[start]) for side in (targets, sources))
-            stream.copy_rows(int(targets[start]), int(sources[start]), step_to, step_from, width, end - start)
+def enqueue(stream: Stream, targets: Any, sources: Any, width: int, planned: Plan) -> None:
+    """Copies the pieces, `planned` being the `plan` of targets and sources (addresses, int64 ``[n]``)."""
+    if len(planned.single):
+        stream.copy_many(targets[planned.single].tolist(), sources[planned.single].tolist(), width)
+    for start, end in planned.runs:
+        step_to, step_from = (
+            int(side[start + 1] - side[start]) if end > start + 1 else width for side in (targets, sources)
+        )
+        stream.copy_rows(int(targets[start]), int(sources[start]), step_to, step_from, width, end - start)

@@ -9,16 +9,20 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterator, Sequence
-from typing import overload
+from functools import partial
+from typing import Final, overload
 
 import torch
 
-from cachesvc.connector.device.copies import enqueue, runs
+from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, plan
 from cachesvc.connector.device.device import Device, Event
 from cachesvc.connector.device.transfers import Transfers
 from cachesvc.connector.device.windows import Windows
 from cachesvc.connector.payloads import SLOT_PAGE
-from cachesvc.kernels import BlockKernels, Blocks, PagedPool
+from cachesvc.kernels import BlockKernels, Blocks, PagedPool, PageGroup, kernels_for
+
+SAVE_PROGRAMS: Final = 8
+"""Multiprocessors at most that a kernel takes from compute where slots lie too far apart for copies."""
 
 
 class DevicePayloads(Sequence[memoryview]):
@@ -101,14 +105,16 @@ class DeviceSlots:
 class DeviceStaging:
     """What a `PrefixCache` saves by way of, instead of memory of the host."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, kernels: BlockKernels | None = None) -> None:
+        """`kernels`: by default the fastest for the device."""
         self.device = device
+        self._kernels = kernels or kernels_for(device.torch_device)
         self.windows = Windows(device)
         self._draining = device.stream()
 
-    def transfers(self, pool: PagedPool, kernels: BlockKernels) -> Transfers:
+    def transfers(self, pool: PagedPool) -> Transfers:
         """Of an engine's KV, into and out of the same arena."""
-        return Transfers(pool, kernels, self.device, self.windows)
+        return Transfers(pool, self._kernels, self.device, self.windows)
 
     def slots(self, payload_bytes: int, count: int) -> DeviceSlots:
         """Raises `OSError` when the device has no memory for them."""
@@ -134,12 +140,24 @@ class DeviceStaging:
             return []
         size = sources.slots.payload_bytes
         out_of, to = staged.offsets + staged.memory.data_ptr(), into.offsets + into.memory.data_ptr()
+        planned = plan(to, out_of, size)
         try:
             self._draining.wait(sources.ready)
-            enqueue(self._draining, to, out_of, size, runs(to, out_of, size))
+            if size * len(staged) >= WORTH_A_COPY * planned.copies:
+                enqueue(self._draining, to, out_of, size, planned)
+            else:
+                self._draining.submit(partial(self._by_kernel, sources, into))
         finally:  # also after an error: afterwards the slots may be somebody else's
             self._draining.record().synchronize()
         return []
+
+    def _by_kernel(self, sources: DevicePayloads, into: Blocks) -> None:
+        """The buffers are pages of a pool of one region then."""
+        slots = sources.slots
+        rows = slots.memory.view(slots.count, slots.stride)[:, : slots.payload_bytes]
+        table = torch.tensor(sources.numbers, dtype=torch.int64, device=self.device.torch_device)
+        pool = PagedPool((PageGroup((rows,), pages=1, layers=1),))
+        self._kernels.gather_blocks(pool, [table], into, programs=SAVE_PROGRAMS)
 
     def close(self) -> None:
         """Nothing may be under way any more."""

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, runs
+from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, plan
 from cachesvc.connector.device.device import Device, Event, Stream
 from cachesvc.connector.device.windows import Windows
 from cachesvc.kernels import BlockKernels, Blocks, PagedPool
@@ -130,8 +130,8 @@ class Transfers:
             place = spans[0][0]
             step = self._half // width
             sources = blocks.offsets + blocks.memory.data_ptr() + place
-            parts = runs(sources, np.arange(len(blocks)) * width, width)
-            if width * len(blocks) >= WORTH_A_COPY * len(parts):
+            copies = plan(sources, np.arange(len(blocks)) * width, width).copies
+            if width * len(blocks) >= WORTH_A_COPY * copies:
                 for first in range(0, len(blocks), step):
                     self._by_staging(blocks[first : first + step], first, tables, skip, layers, place, width)
                 return self._loading.record()
@@ -166,7 +166,7 @@ class Transfers:
         start = half * self._half
         sources = blocks.offsets + blocks.memory.data_ptr() + place
         targets = self._staging.data_ptr() + start + np.arange(len(blocks), dtype=np.int64) * width
-        enqueue(self._copying, targets, sources, width, runs(sources, targets, width))
+        enqueue(self._copying, targets, sources, width, plan(sources, targets, width))
         self._loading.wait(self._copying.record())
         staged = Blocks(self._staging, start + np.arange(len(blocks), dtype=np.int64) * width)
         parts, left_out = [], []
@@ -213,7 +213,7 @@ class Transfers:
 
     def _tables(self, tables: Sequence[Sequence[int]], stream: Stream) -> list[torch.Tensor]:
         """On the device, for what is submitted to `stream`."""
-        host = [torch.tensor(table, dtype=torch.int64) for table in tables]
+        host = [torch.from_numpy(np.array(table, dtype=np.int64)) for table in tables]
         if self.device.torch_device.type == "cpu":
             return host
         there: list[torch.Tensor] = []
