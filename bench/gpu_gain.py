@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,14 +166,18 @@ class Bench:
             if confined:
                 confine(engine)
             try:
-                self.many(engine, [self.tokens(2048) for _ in range(3)])  # warm: compilers, libraries, tables
-                cold = self.many(engine, [prefix + self.tokens(rest) for prefix in prefixes])
+                for _ in range(2):  # warm: compilers, libraries, memory
+                    self.many(engine, [self.tokens(batch) for _ in range(2)])
+                colds = [self.many(engine, [self.tokens(PROMPT_BLOCKS * BLOCK_TOKENS) for _ in range(2)])]
+                colds += [self.many(engine, [prefix + self.tokens(rest) for prefix in prefixes])]
+                colds += [self.many(engine, [self.tokens(PROMPT_BLOCKS * BLOCK_TOKENS) for _ in range(2)])]
+                cold = statistics.median(colds)
                 cache.flush(60.0)
                 self.wait_flushed(daemon.address)
                 prompts = [prefixes[n % cold_prompts] + self.tokens(rest) for n in range(warm_prompts)]
                 self.many(engine, prompts[:8])
                 rates = [self.many(engine, [p[:-rest] + self.tokens(rest) for p in prompts]) for _ in range(3)]
-                stats = cache.stats
+                print(cache.stats, file=sys.stderr)
             finally:
                 engine.close()
                 cache.close()
@@ -191,14 +196,13 @@ class Bench:
             "attention": "window" if confined else "whole context",
         }
         warm = statistics.median(rates)
-        self.add("throughput cold", params, cold * tokens, (cold * tokens, cold * tokens), "tokens/s")
+        self.add("throughput cold", params, cold * tokens, (min(colds) * tokens, max(colds) * tokens), "tokens/s")
         self.add("throughput warm", params, warm * tokens, (min(rates) * tokens, max(rates) * tokens), "tokens/s")
         spread = (min(rates) / cold, max(rates) / cold)
         by_tokens = Baseline("1 ÷ (1 - hit rate)", 1 / (1 - HIT_BLOCKS / PROMPT_BLOCKS))
         self.add("gain", params, warm / cold, spread, "times", by_tokens, 0.95)
         free = Baseline("the same with loads that cost nothing", bare / cold)
         self.add("gain", params, warm / cold, spread, "times", free, 0.95)
-        self.add("hit rate", params, stats.hit_tokens / stats.input_tokens, (0, 1), "of all tokens")
 
     def many(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
         """Prompts per second."""
@@ -219,62 +223,83 @@ class Bench:
         transfers = self.staging.transfers(pool.as_paged())
         payload = block_layout(self.model.config, self.model.dtype).payload_bytes
         arena = Arena(4 << 30)
-        count = 64
-        slots = self.staging.slots(payload, count)
-        views = slots.views(slots.take(count))
-        targets = arena.slots(payload, count, neighbours=True)
+        count = 32
         pages = [list(range(count * BLOCK_TOKENS // PAGE))]
-        stop, saved = threading.Event(), [0, 0.0]
-        saving = threading.Event()
+        targets = arena.slots(payload, 2 * count, neighbours=True)
+        buffers = self.staging.slots(payload, 2 * count)
+        stop, saving, saved = threading.Event(), threading.Event(), [0, 0]
 
-        def save() -> None:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):  # its own compute stream: the gathers compete, and order nothing
+        def save(number: int) -> None:
+            """One of two that take turns, as the engine's thread and the one that saves do."""
+            views = buffers.views(buffers.take(count))
+            into = targets[number * count : (number + 1) * count]
+            with torch.cuda.stream(torch.cuda.Stream()):  # a compute stream of its own: nothing waits for its gathers
                 while not stop.is_set():
-                    if not saving.is_set():
-                        saving.wait(0.01)
-                        continue
-                    started = time.perf_counter()
-                    views.filled(transfers.stage(pages, views.blocks))
-                    for start in range(0, count, 16):
-                        self.staging.copy(targets[start : start + 16], views[start : start + 16], checksums=False)
-                    saved[0] += count * payload
-                    saved[1] += time.perf_counter() - started
+                    if saving.wait(0.01):
+                        views.filled(transfers.stage(pages, views.blocks))
+                        self.staging.copy(into, views, checksums=False)
+                        saved[number] += count * payload
 
-        thread = threading.Thread(target=save, daemon=True)
-        thread.start()
+        def before(on: bool) -> None:
+            (saving.set if on else saving.clear)()
+            time.sleep(0.1)
+            self._saved = (sum(saved), time.perf_counter())
+
+        def after() -> None:
+            if saving.is_set():
+                rates.append((sum(saved) - self._saved[0]) / (time.perf_counter() - self._saved[1]) / 1e9)
+
+        threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        steps = {
+            "prefill step, 8,192 tokens": self.prefill_step(pool),
+            "decode step, 16 sequences": self.decode_step(pool),
+            "decode step, 16 sequences, as a CUDA graph": self.as_graph(self.decode_step(pool, repeats=1), 100),
+        }
         try:
-            for name, step in (("prefill", self.prefill_step(pool)), ("decode", self.decode_step(pool))):
-                sides = []
-                for label in ("alone", "saving"):
-                    on = label == "saving"
-                    sides.append(
-                        Side(
-                            label,
-                            step,
-                            before=(lambda on=on: (saving.set() if on else saving.clear(), time.sleep(0.06))[0]),
-                        )
-                    )
-                saved[:] = [0, 0.0]
-                times = interleaved(sides, 7 if self.quick else 15, warmups=2)
+            for name, step in steps.items():
+                rates: list[float] = []
+                sides = [
+                    Side("alone", step, partial(before, False), after),
+                    Side("saving", step, partial(before, True), after),
+                ]
+                times = interleaved(sides, 5 if self.quick else 11, warmups=1)
                 alone, beside = (statistics.median(times[label].seconds) for label in ("alone", "saving"))
-                rate = saved[0] / saved[1] / 1e9
-                params = {"saves": f"{rate:.1f} GB/s"}
+                params = {"saves": f"{statistics.median(rates):.1f} GB/s"}
                 spread = (min(times["saving"].seconds), max(times["saving"].seconds))
-                self.add(f"{name} step while saving", params, beside, spread, "s", Baseline("alone", alone), 1.03, True)
+                self.add(f"{name}, while saving", params, beside, spread, "s", Baseline("alone", alone), 1.03, True)
         finally:
             stop.set()
-            saving.set()
-            thread.join(10.0)
+            for thread in threads:
+                thread.join(10.0)
             engine.close()
+            self.staging.windows.close()
+
+    def as_graph(self, step: Callable[[], None], repeats: int) -> Callable[[], None]:
+        """The device's share of a step alone."""
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            step()
+
+        def run() -> None:
+            for _ in range(repeats):
+                graph.replay()
+            torch.cuda.synchronize()
+
+        return run
 
     def prefill_step(self, pool) -> Callable[[], None]:  # type: ignore[no-untyped-def]
         length = 8192
         start = 64 * BLOCK_TOKENS
         return self.step(pool, [(start, length, start)], repeats=2)
 
-    def decode_step(self, pool) -> Callable[[], None]:  # type: ignore[no-untyped-def]
-        return self.step(pool, [(0, 1, 8191 + 4 * n) for n in range(16)], repeats=10)
+    def decode_step(self, pool, repeats: int = 10) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+        return self.step(pool, [(0, 1, 8191 + 4 * n) for n in range(16)], repeats=repeats)
 
     def step(self, pool, parts, *, repeats: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
         """Forward passes over (first slot, new tokens, tokens before)."""
@@ -296,7 +321,8 @@ class Bench:
         def run() -> None:
             for _ in range(repeats):
                 self.model.forward(batch, pool.kv)
-            torch.cuda.synchronize()
+            if repeats > 1:
+                torch.cuda.synchronize()
 
         return run
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -32,6 +33,7 @@ class Bench:
         self.total, self.repeats = total, repeats
         self.device = CudaDevice()
         self.staging = DeviceStaging(self.device)
+        self.saver = ThreadPoolExecutor(1)
         self.arena = Arena(3 * total)
         self.pinned = torch.empty(total, dtype=torch.uint8, pin_memory=True)
         self.there = torch.randint(0, 256, (total,), dtype=torch.uint8, device=self.device.torch_device)
@@ -55,19 +57,20 @@ class Bench:
         near, far = (self.arena.slots(size, count, neighbours=neighbours) for neighbours in (True, False))
 
         def load(payloads: Payloads) -> None:
-            ready = transfers.load(payloads, [pages], after=self.device.current().record())
-            ready.events[-1].synchronize()
+            transfers.load(payloads, [pages], after=self.device.current().record()).synchronize()
 
         step = max(1, SAVE_BATCH // size)
         per = pool.groups[0].pages
         parts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
         def save(payloads: Payloads) -> None:
-            for part in parts:  # the engine's thread
+            copies = []
+            for part in parts:  # in the engine's thread, while the thread that saves is at those before
                 some = views[part]
                 some.filled(transfers.stage([pages[part.start * per : part.stop * per]], some.blocks))
-            for part in parts:  # the thread that saves
-                self.staging.copy(payloads[part], views[part], checksums=False)
+                copies.append(self.saver.submit(self.staging.copy, payloads[part], some, checksums=False))
+            for copy in copies:
+                copy.result()
 
         used = size * count
         ceiling_in, ceiling_out = self.pinned[:used], self.there[:used]

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from cachesvc.connector.base import BasePrefixCache
-from cachesvc.connector.device import DeviceLoads, DevicePayloads, DeviceStaging
+from cachesvc.connector.device import DeviceLoads, DevicePayloads, DeviceStaging, Event
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PagePool, PageTable
@@ -72,6 +72,7 @@ class Engine:
         self._kernels = kernels_for(model.device)
         self._transfers = staging.transfers(self._pool.as_paged()) if staging else None
         self._loads = DeviceLoads(self._transfers) if self._transfers else None
+        self._pages_free: Event | None = None
         self._scheduler = Scheduler(
             self._pool,
             max_running=config.max_running,
@@ -146,6 +147,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one batch. Returns the state of every request that got a token in it."""
         self._scheduler.make_room()
+        if self._transfers is not None:  # whose pages are free by now, they use them no more once this has come
+            self._pages_free = self._transfers.device.current().record()
         self._admit()
         chunks = self._scheduler.plan()
         if not chunks:
@@ -234,7 +237,9 @@ class Engine:
             return
         if found.hit_tokens and self._loads is not None:
             blocks = found.hit_tokens // BLOCK_TOKENS
-            request.load = self._loads.start(self._cache, found, partial(_tables, request), hit_blocks=blocks)
+            assert self._pages_free is not None, "a load outside of a step"
+            tables = partial(_tables, request)
+            request.load = self._loads.start(self._cache, found, tables, hit_blocks=blocks, after=self._pages_free)
             return
         request.asking = False
         if not found.hit_tokens:

@@ -13,7 +13,7 @@ from typing import Final
 
 from cachesvc.connector.base import BasePrefixCache
 from cachesvc.connector.device.device import Event, Stream
-from cachesvc.connector.device.transfers import LayersReady, Transfers
+from cachesvc.connector.device.transfers import Transfers
 from cachesvc.connector.passes import Pass
 from cachesvc.connector.workers import Workers
 
@@ -31,16 +31,17 @@ class _Abandoned(Exception):
 
 
 class DeviceLoad:
-    """One load under way. Its methods are for the engine's thread."""
+    """One load under way. Its public methods are for the engine's thread."""
 
     def __init__(self, transfers: Transfers, goal_blocks: int) -> None:
         self._transfers = transfers
         self._goal = goal_blocks
         self._changed = threading.Condition()
+        self._enqueuing = threading.Lock()
         self._abandoned = False
-        self._enqueued = 0
+        self._last_batch = False  # what is enqueued now completes the hit
+        self._stages: list[tuple[int, Event]] = []  # of the batch under way: up to which layer, and when
         self._loaded: int | None = None
-        self._ready: LayersReady | None = None
 
     @property
     def ended(self) -> bool:
@@ -48,8 +49,8 @@ class DeviceLoad:
 
     @property
     def can_start(self) -> bool:
-        """Whether computing may begin: everything is enqueued, or the load has ended."""
-        return self._loaded is not None or (self._enqueued >= self._goal and self._ready is not None)
+        """Whether computing may begin: the last blocks are on their way, or the load has ended."""
+        return self.ended or (self._last_batch and bool(self._stages))
 
     def wait_start(self, timeout_s: float) -> bool:
         """`can_start`, after waiting so long for it."""
@@ -57,9 +58,19 @@ class DeviceLoad:
             return self._changed.wait_for(lambda: self.can_start, timeout_s)
 
     def wait_layer(self, stream: Stream, layer: int) -> None:
-        """What is submitted to `stream` from now on happens after this layer's KV has come."""
-        if self._ready is not None:
-            stream.wait(self._ready.of(layer))
+        """What is submitted to `stream` from now on happens after this layer's KV has come.
+
+        Only if that is not even enqueued yet does the caller wait: a load enqueues faster than a device computes.
+        """
+
+        def of_layer() -> Event | None:
+            return next((event for end, event in self._stages if layer < end), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or of_layer() is not None)
+            event = of_layer()
+        if event is not None:
+            stream.wait(event)
 
     def result(self, compute: Stream) -> int:
         """Tokens of the prefix that are there and were good all the while. Waits for the load to end.
@@ -67,30 +78,37 @@ class DeviceLoad:
         The pages behind may be used again by what is submitted to `compute` from now on.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._loaded is not None)
+            self._changed.wait_for(lambda: self.ended)
         self._transfers.after_loads(compute)
         assert self._loaded is not None, "waited for"
         return self._loaded
 
     def abandon(self, compute: Stream) -> None:
         """Nothing more is enqueued; pages may be used again by what is submitted to `compute` from now on."""
-        with self._changed:
-            self._abandoned = True
-        self._transfers.after_loads(compute)
+        self._abandoned = True
+        with self._enqueuing:  # it stops at the next stage
+            self._transfers.after_loads(compute)
 
     # For the loading thread
 
     def scatter(
         self, first: int, payloads: Sequence[memoryview], tables: Tables, after: Event, skip: Sequence[int]
     ) -> None:
-        with self._changed:  # so that nothing is enqueued behind an `abandon`
+        def enqueued(end: int, event: Event) -> None:
+            with self._changed:
+                self._stages.append((end, event))
+                self._changed.notify_all()
             if self._abandoned:
                 raise _Abandoned
-            ready = self._transfers.load(payloads, tables(first, len(payloads)), after=after, skip=skip)
-            self._ready = ready
-            self._enqueued = first + len(payloads)
-            self._changed.notify_all()
-        ready.events[-1].synchronize()  # the payloads must stay what they are until then
+
+        with self._enqueuing:
+            if self._abandoned:
+                raise _Abandoned
+            with self._changed:
+                self._stages.clear()
+                self._last_batch = first + len(payloads) >= self._goal
+            last = self._transfers.load(payloads, tables(first, len(payloads)), enqueued, after=after, skip=skip)
+        last.synchronize()  # the payloads must stay what they are until then
 
     def end(self, loaded: int) -> None:
         with self._changed:
@@ -106,14 +124,20 @@ class DeviceLoads:
         self._workers = Workers("cachesvc-device-load", threads=threads, limit=MAX_WAITING)
 
     def start(
-        self, cache: BasePrefixCache, p: Pass, tables: Tables, *, hit_blocks: int, skip: Sequence[int] = ()
+        self,
+        cache: BasePrefixCache,
+        p: Pass,
+        tables: Tables,
+        *,
+        hit_blocks: int,
+        after: Event,
+        skip: Sequence[int] = (),
     ) -> DeviceLoad:
-        """Begins `cache.load` of a pass with a hit. What was submitted to the compute stream so far may use its pages.
+        """Begins `cache.load` of a pass with a hit. Its pages are nobody else's once `after` has come.
 
         `skip`: pages of the first block loaded, for each group, that the engine has already.
         """
         load = DeviceLoad(self._transfers, hit_blocks)
-        after = self._transfers.device.current().record()
         first_block: list[int] = []
 
         def scatter(first: int, payloads: Sequence[memoryview]) -> None:

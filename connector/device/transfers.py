@@ -17,10 +17,10 @@ a later load, is ordered behind whatever still reads or writes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -40,15 +40,8 @@ LINK_PROGRAMS: Final = 16
 """Multiprocessors at most that a kernel over the link takes from compute."""
 
 
-class LayersReady(NamedTuple):
-    """From `first_layers[i]` on, the layers of a load are there at `events[i]`, which are in order."""
-
-    first_layers: tuple[int, ...]
-    events: tuple[Event, ...]
-
-    def of(self, layer: int) -> Event:
-        index = int(np.searchsorted(self.first_layers, layer, side="right")) - 1
-        return self.events[index]
+Enqueued = Callable[[int, Event], None]
+"""Told that the layers before that one are on their way, and when they will have come."""
 
 
 class Transfers:
@@ -85,14 +78,16 @@ class Transfers:
         self,
         payloads: Sequence[memoryview],
         tables: Sequence[Sequence[int]],
+        enqueued: Enqueued = lambda end, event: None,
         *,
         after: Event,
         skip: Sequence[int] = (),
-    ) -> LayersReady:
-        """Enqueues the way of payloads into pages, which nobody else uses once `after` has come.
+    ) -> Event:
+        """Enqueues the way of payloads into pages, which nobody else uses once `after` has come; when all is there.
 
-        `tables`, `skip`: as in `BlockKernels.scatter_blocks`, the tables as plain integers. The payloads must stay
-        what they are until the last event. Raises `ValueError`, `CudaError`.
+        `tables`, `skip`: as in `BlockKernels.scatter_blocks`, the tables as plain integers. `enqueued` is called after
+        each stage; what it raises ends the load. The payloads must stay what they are until the event that is returned.
+        Raises `ValueError`, `CudaError`.
         """
         blocks = self._windows.locate(payloads)
         with self._lock:
@@ -100,12 +95,14 @@ class Transfers:
             on_device = self._tables(tables, self._loading)
             try:
                 if blocks is None:
-                    return self._load_slowly(payloads, on_device, skip)
-                stages = self._stages(len(blocks))
-                events = [self._load_stage(blocks, on_device, skip, layers) for layers in stages]
-                return LayersReady(tuple(first for first, _ in stages), tuple(events))
+                    self._load_slowly(payloads, on_device, skip)
+                    enqueued(self.pool.layers, self._loading.record())
+                else:
+                    for layers in self._stages(len(blocks)):
+                        enqueued(layers[1], self._load_stage(blocks, on_device, skip, layers))
             finally:  # also after an error: something may have been enqueued
                 self._latest = self._loading.record()
+            return self._latest
 
     def after_loads(self, stream: Stream) -> None:
         """What is submitted to `stream` from now on happens after all loads that are enqueued."""
@@ -179,9 +176,7 @@ class Transfers:
         )
         self._free[half] = self._loading.record()
 
-    def _load_slowly(
-        self, payloads: Sequence[memoryview], on_device: list[torch.Tensor], skip: Sequence[int]
-    ) -> LayersReady:
+    def _load_slowly(self, payloads: Sequence[memoryview], on_device: list[torch.Tensor], skip: Sequence[int]) -> None:
         """From memory that the device does not reach, as torch copies from such."""
         size = self.pool.payload_bytes
         packed = torch.empty(size * len(payloads), dtype=torch.uint8)
@@ -194,7 +189,6 @@ class Transfers:
             self._kernels.scatter_blocks(blocks, self.pool, on_device, skip=skip)
 
         self._loading.submit(work)
-        return LayersReady((0,), (self._loading.record(),))
 
     # ---- saves ---------------------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ def fuzz(
         running.append(request)
         if hit:
             p: object = FakePass(prompt, hit)
-            request.load = loads.start(store, p, tables(request), hit_blocks=hit)  # type: ignore[arg-type]
+            request.load = loads.start(store, p, tables(request), hit_blocks=hit, after=compute.record())  # type: ignore[arg-type]
             counts["loads"] += 1
 
     def step(request: Request) -> None:
@@ -237,5 +237,6 @@ def fuzz(
     settle()
     compute.record().synchronize()
     loads.close(5.0)
+    staging.close()
     assert not int(wrong), f"{int(wrong)} wrong bytes were read"
     return counts
