@@ -225,12 +225,12 @@ class Bench:
         arena = Arena(4 << 30)
         count = 32
         pages = [list(range(count * BLOCK_TOKENS // PAGE))]
-        targets = arena.slots(payload, 2 * count, neighbours=True)
-        buffers = self.staging.slots(payload, 2 * count)
-        stop, saving, saved = threading.Event(), threading.Event(), [0, 0]
+        targets = arena.slots(payload, 3 * count, neighbours=True)
+        buffers = self.staging.slots(payload, 3 * count)
+        stop, saving, saved = threading.Event(), threading.Event(), [0, 0, 0]
 
         def save(number: int) -> None:
-            """One of two that take turns, as the engine's thread and the one that saves do."""
+            """One of three that take turns, as the engine's thread and those that save do."""
             views = buffers.views(buffers.take(count))
             into = targets[number * count : (number + 1) * count]
             with torch.cuda.stream(torch.cuda.Stream()):  # a compute stream of its own: nothing waits for its gathers
@@ -249,13 +249,12 @@ class Bench:
             if saving.is_set():
                 rates.append((sum(saved) - self._saved[0]) / (time.perf_counter() - self._saved[1]) / 1e9)
 
-        threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(2)]
+        threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(3)]
         for thread in threads:
             thread.start()
         steps = {
             "prefill step, 8,192 tokens": self.prefill_step(pool),
             "decode step, 16 sequences": self.decode_step(pool),
-            "decode step, 16 sequences, as a CUDA graph": self.as_graph(self.decode_step(pool, repeats=1), 100),
         }
         try:
             for name, step in steps.items():
@@ -276,30 +275,13 @@ class Bench:
             engine.close()
             self.staging.windows.close()
 
-    def as_graph(self, step: Callable[[], None], repeats: int) -> Callable[[], None]:
-        """The device's share of a step alone."""
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            step()
-
-        def run() -> None:
-            for _ in range(repeats):
-                graph.replay()
-            torch.cuda.synchronize()
-
-        return run
-
     def prefill_step(self, pool) -> Callable[[], None]:  # type: ignore[no-untyped-def]
         length = 8192
         start = 64 * BLOCK_TOKENS
         return self.step(pool, [(start, length, start)], repeats=2)
 
-    def decode_step(self, pool, repeats: int = 10) -> Callable[[], None]:  # type: ignore[no-untyped-def]
-        return self.step(pool, [(0, 1, 8191 + 4 * n) for n in range(16)], repeats=repeats)
+    def decode_step(self, pool) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+        return self.step(pool, [(0, 1, 8191 + 4 * n) for n in range(16)], repeats=10)
 
     def step(self, pool, parts, *, repeats: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
         """Forward passes over (first slot, new tokens, tokens before)."""
@@ -321,8 +303,7 @@ class Bench:
         def run() -> None:
             for _ in range(repeats):
                 self.model.forward(batch, pool.kv)
-            if repeats > 1:
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
         return run
 

@@ -33,7 +33,7 @@ class Bench:
         self.total, self.repeats = total, repeats
         self.device = CudaDevice()
         self.staging = DeviceStaging(self.device)
-        self.saver = ThreadPoolExecutor(1)
+        self.saver = ThreadPoolExecutor(DeviceStaging.threads)
         self.arena = Arena(3 * total)
         self.pinned = torch.empty(total, dtype=torch.uint8, pin_memory=True)
         self.there = torch.randint(0, 256, (total,), dtype=torch.uint8, device=self.device.torch_device)
@@ -65,7 +65,7 @@ class Bench:
 
         def save(payloads: Payloads) -> None:
             copies = []
-            for part in parts:  # in the engine's thread, while the thread that saves is at those before
+            for part in parts:  # in the engine's thread, while those that save are at earlier ones
                 some = views[part]
                 some.filled(transfers.stage([pages[part.start * per : part.stop * per]], some.blocks))
                 copies.append(self.saver.submit(self.staging.copy, payloads[part], some, checksums=False))

@@ -51,7 +51,9 @@ class SaveSlots(Protocol):
 
 
 class Staging(PayloadCopier, Protocol):
-    """Where the save queue lies, and how it is copied into the arena."""
+    """Where the save queue lies, and how it is copied into the arena, by how many threads that save."""
+
+    threads: int
 
     def slots(self, payload_bytes: int, count: int) -> SaveSlots:
         """Raises `OSError`."""
@@ -60,6 +62,8 @@ class Staging(PayloadCopier, Protocol):
 
 class HostStaging(Copier):
     """In memory of the host."""
+
+    threads = 1
 
     def slots(self, payload_bytes: int, count: int) -> SaveSlots:
         return Slots(payload_bytes, count)
@@ -94,7 +98,7 @@ class Saver:
         self._slots: SaveSlots | None = None
         self._making = threading.Lock()
         self._paused_until = 0.0
-        self._worker = Workers("cachesvc-save", threads=1, limit=MAX_WAITING_BATCHES)
+        self._worker = Workers("cachesvc-save", threads=staging.threads, limit=MAX_WAITING_BATCHES)
 
     @property
     def queued_bytes(self) -> int:

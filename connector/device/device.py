@@ -115,7 +115,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
 
     def stream(self) -> Stream:
-        made: Any = torch.cuda.Stream(self.torch_device)
+        # Of high priority: its kernels are short, and somebody waits for each of them.
+        made: Any = torch.cuda.Stream(self.torch_device, priority=-1)
         return CudaStream(made, self._cuda)
 
     def current(self) -> Stream:

@@ -15,7 +15,7 @@ from typing import Final, overload
 import torch
 
 from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, plan
-from cachesvc.connector.device.device import Device, Event
+from cachesvc.connector.device.device import Device, Event, Stream
 from cachesvc.connector.device.transfers import Transfers
 from cachesvc.connector.device.windows import Windows
 from cachesvc.connector.payloads import SLOT_PAGE
@@ -105,12 +105,15 @@ class DeviceSlots:
 class DeviceStaging:
     """What a `PrefixCache` saves by way of, instead of memory of the host."""
 
+    threads = 2
+    """So that the link is busy while one of them reserves slots, commits, or is woken up."""
+
     def __init__(self, device: Device, kernels: BlockKernels | None = None) -> None:
         """`kernels`: by default the fastest for the device."""
         self.device = device
         self._kernels = kernels or kernels_for(device.torch_device)
         self.windows = Windows(device)
-        self._draining = device.stream()
+        self._draining = threading.local()
 
     def transfers(self, pool: PagedPool) -> Transfers:
         """Of an engine's KV, into and out of the same arena."""
@@ -141,15 +144,23 @@ class DeviceStaging:
         size = sources.slots.payload_bytes
         out_of, to = staged.offsets + staged.memory.data_ptr(), into.offsets + into.memory.data_ptr()
         planned = plan(to, out_of, size)
+        stream = self._stream()
         try:
-            self._draining.wait(sources.ready)
+            stream.wait(sources.ready)
             if size * len(staged) >= WORTH_A_COPY * planned.copies:
-                enqueue(self._draining, to, out_of, size, planned)
+                enqueue(stream, to, out_of, size, planned)
             else:
-                self._draining.submit(partial(self._by_kernel, sources, into))
+                stream.submit(partial(self._by_kernel, sources, into))
         finally:  # also after an error: afterwards the slots may be somebody else's
-            self._draining.record().synchronize()
+            stream.record().synchronize()
         return []
+
+    def _stream(self) -> Stream:
+        """This thread's own."""
+        if not hasattr(self._draining, "stream"):
+            self._draining.stream = self.device.stream()
+        stream: Stream = self._draining.stream
+        return stream
 
     def _by_kernel(self, sources: DevicePayloads, into: Blocks) -> None:
         """The buffers are pages of a pool of one region then."""

@@ -98,7 +98,7 @@ class Transfers:
                     self._load_slowly(payloads, on_device, skip)
                     enqueued(self.pool.layers, self._loading.record())
                 else:
-                    for layers in self._stages(len(blocks)):
+                    for layers in self._stages(blocks):
                         enqueued(layers[1], self._load_stage(blocks, on_device, skip, layers))
             finally:  # also after an error: something may have been enqueued
                 self._latest = self._loading.record()
@@ -110,12 +110,17 @@ class Transfers:
             if self._latest is not None:
                 stream.wait(self._latest)
 
-    def _stages(self, count: int) -> list[tuple[int, int]]:
-        """Layers [first, end), so many that a stage has about `stage_bytes`."""
-        layers = self.pool.layers
-        number = max(1, min(layers, count * self.pool.payload_bytes // self._stage_bytes))
-        edges = [layers * index // number for index in range(number + 1)]
-        return list(pairwise(edges))
+    def _stages(self, blocks: Blocks) -> list[tuple[int, int]]:
+        """Layers [first, end), so many that a stage has about `stage_bytes`, and that copies of pieces are worth it."""
+        layers, size = self.pool.layers, self.pool.payload_bytes
+        number = len(blocks) * size // self._stage_bytes
+        if (
+            plan(blocks.offsets, np.arange(len(blocks)) * size, size).copies * WORTH_A_COPY
+            > len(blocks) * size // layers
+        ):
+            number = min(number, size // WORTH_A_COPY)
+        number = max(1, min(layers, number))
+        return list(pairwise(layers * index // number for index in range(number + 1)))
 
     def _load_stage(
         self, blocks: Blocks, tables: list[torch.Tensor], skip: Sequence[int], layers: tuple[int, int]
