@@ -223,14 +223,14 @@ class Bench:
         transfers = self.staging.transfers(pool.as_paged())
         payload = block_layout(self.model.config, self.model.dtype).payload_bytes
         arena = Arena(4 << 30)
-        count = 32
+        count = 64
         pages = [list(range(count * BLOCK_TOKENS // PAGE))]
-        targets = arena.slots(payload, 3 * count, neighbours=True)
-        buffers = self.staging.slots(payload, 3 * count)
-        stop, saving, saved = threading.Event(), threading.Event(), [0, 0, 0]
+        targets = arena.slots(payload, 2 * count, neighbours=True)
+        buffers = self.staging.slots(payload, 2 * count)
+        stop, saving, saved = threading.Event(), threading.Event(), [0, 0]
 
         def save(number: int) -> None:
-            """One of three that take turns, as the engine's thread and those that save do."""
+            """One of two that take turns, as the engine's thread and those that save do."""
             views = buffers.views(buffers.take(count))
             into = targets[number * count : (number + 1) * count]
             with torch.cuda.stream(torch.cuda.Stream()):  # a compute stream of its own: nothing waits for its gathers
@@ -249,7 +249,7 @@ class Bench:
             if saving.is_set():
                 rates.append((sum(saved) - self._saved[0]) / (time.perf_counter() - self._saved[1]) / 1e9)
 
-        threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(3)]
+        threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(2)]
         for thread in threads:
             thread.start()
         steps = {

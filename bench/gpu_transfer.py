@@ -24,7 +24,7 @@ from cachesvc.connector.device.cuda import cuda
 from cachesvc.connector.payloads import Payloads
 from cachesvc.kernels import PagedPool
 
-SAVE_BATCH = 128 << 20
+SAVE_BATCH = 256 << 20
 """Bytes that one call copies into the arena, as with `CacheOptions.save_batch_bytes` of that size."""
 
 

@@ -147,10 +147,15 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one batch. Returns the state of every request that got a token in it."""
         self._scheduler.make_room()
-        if self._transfers is not None:  # whose pages are free by now, they use them no more once this has come
+        chunks = []
+        if self._transfers is not None:
+            # Who has lost pages so far uses them no more once this has come.
             self._pages_free = self._transfers.device.current().record()
-        self._admit()
-        chunks = self._scheduler.plan()
+            self._poll()
+            chunks = self._scheduler.plan()
+        if not chunks:  # else those that come next ask the cache while the device computes
+            self._admit()
+            chunks = self._scheduler.plan()
         if not chunks:
             # Everyone waits for the cache, which answers or gives up within its own deadline.
             for request in self._scheduler.asking[:1]:
@@ -161,7 +166,7 @@ class Engine:
             return []
         if self._transfers is None:
             sampled = self._runner.run(chunks)
-        else:  # while the device computes, those that come next ask the cache
+        else:
             sampled = self._runner.run(chunks, partial(self._wait_layer, chunks), self._admit)
         # What was computed behind a load that has failed is void: it is computed again.
         chunks = [chunk for chunk in chunks if self._load_is_good(chunk.request)]
@@ -219,6 +224,9 @@ class Engine:
     def _admit(self) -> None:
         for request in self._scheduler.admit():
             self._match(request)
+        self._poll()
+
+    def _poll(self) -> None:
         for request in self._scheduler.asking:
             self._load(request)
 

@@ -27,6 +27,10 @@ _WARPS: Final = 8
 _MAX_POOLS: Final = 16
 """Pools whose addresses are kept on the device; the least recently used is forgotten."""
 
+_MAX_KEPT: Final = 256
+_MAX_KEPT_NUMBERS: Final = 2048
+"""Arguments of launches that are kept on the device, and the most numbers that one may have."""
+
 LINK_PROGRAMS: Final = 16
 """Programs for payloads in host memory: measured to fill a PCIe 5 x16 link, see docs/performance.md."""
 
@@ -107,6 +111,7 @@ class TritonBlockKernels(TorchBlockKernels):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._addresses: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bytes], torch.Tensor] = OrderedDict()
 
     def scatter_blocks(
         self,
@@ -163,9 +168,7 @@ class TritonBlockKernels(TorchBlockKernels):
             return
         # One small copy to the device for all that is new; the tables are there already.
         count = len(bases)
-        small = torch.from_numpy(np.concatenate((bases, np.array(spans, dtype=np.int64))))
-        if pool.device.type == "cuda":
-            small = small.pin_memory().to(pool.device, non_blocking=True)
+        small = self._numbers(np.concatenate((bases, np.array(spans, dtype=np.int64))), pool.device)
         groups, before = [], 0
         for group in pool.groups:
             groups.append((group.page_bytes, group.page_stride, group.pages, before))
@@ -188,6 +191,22 @@ class TritonBlockKernels(TorchBlockKernels):
             UNITS=_UNITS,
             num_warps=_WARPS,
         )
+
+    def _numbers(self, values: Any, device: torch.device) -> torch.Tensor:
+        """On the device, for the current stream. What comes again, such as the halves of a staging, is kept."""
+        if device.type != "cuda":
+            return torch.from_numpy(values)
+        key = (torch.cuda.current_stream(device).cuda_stream, values.tobytes())
+        with self._lock:
+            found = self._kept.get(key)
+        if found is None:
+            found = torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+            if len(values) <= _MAX_KEPT_NUMBERS:
+                with self._lock:
+                    self._kept[key] = found
+                    while len(self._kept) > _MAX_KEPT:
+                        self._kept.popitem(last=False)
+        return found
 
     def _regions(self, pool: PagedPool) -> torch.Tensor:
         """Addresses of all regions, on the pool's device: made once for each pool."""

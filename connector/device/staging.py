@@ -10,8 +10,9 @@ import heapq
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final, overload
+from typing import Any, Final, overload
 
+import numpy as np
 import torch
 
 from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, plan
@@ -31,25 +32,25 @@ class DevicePayloads(Sequence[memoryview]):
     As a sequence it yields copies in host memory: for a daemon to which payloads have to be sent.
     """
 
-    def __init__(self, slots: DeviceSlots, numbers: Sequence[int]) -> None:
+    def __init__(self, slots: DeviceSlots, numbers: Any) -> None:
         self.slots = slots
-        self.numbers = numbers
-        self.blocks = Blocks(slots.memory, [number * slots.stride for number in numbers])
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self.blocks = Blocks(slots.memory, self.numbers * slots.stride)
 
     def filled(self, ready: Event) -> None:
         """Says when they are: to be called by `gather`."""
-        self.slots.ready.update(dict.fromkeys(self.numbers, ready))
+        self.slots.ready[self.numbers] = ready
 
     @property
     def ready(self) -> Event:
         """The latest point at which one of them is filled. Raises `ValueError` when somebody did not fill them."""
-        events = [self.slots.ready[number] for number in self.numbers if number in self.slots.ready]
-        if len(events) < len(self.numbers):
-            raise ValueError(f"{len(self.numbers) - len(events)} of {len(self.numbers)} buffers were never filled")
-        for event in events[:-1]:
-            if event is not events[-1]:
-                event.synchronize()
-        return events[-1]
+        events = set(self.slots.ready[self.numbers].tolist())
+        if None in events:
+            raise ValueError(f"some of {len(self)} buffers were never filled")
+        last: Event = events.pop()
+        for event in events:
+            event.synchronize()
+        return last
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -77,7 +78,7 @@ class DeviceSlots:
         self.count = count
         self.stride = -(-payload_bytes // SLOT_PAGE) * SLOT_PAGE
         self.memory = torch.empty(max(1, self.stride * count), dtype=torch.uint8, device=device)
-        self.ready: dict[int, Event] = {}
+        self.ready = np.full(count, None, dtype=object)  # an `Event` for each
         self._lock = threading.Lock()
         self._free = list(range(count))  # a heap: neighbours are given out together, and copied together
 
@@ -91,8 +92,8 @@ class DeviceSlots:
 
     def give(self, slots: list[int]) -> None:
         with self._lock:
+            self.ready[slots] = None
             for slot in slots:
-                self.ready.pop(slot, None)
                 heapq.heappush(self._free, slot)
             assert len(self._free) <= self.count, "a buffer was given back twice"
 
@@ -166,7 +167,9 @@ class DeviceStaging:
         """The buffers are pages of a pool of one region then."""
         slots = sources.slots
         rows = slots.memory.view(slots.count, slots.stride)[:, : slots.payload_bytes]
-        table = torch.tensor(sources.numbers, dtype=torch.int64, device=self.device.torch_device)
+        table = torch.from_numpy(sources.numbers)
+        if self.device.torch_device.type != "cpu":
+            table = table.pin_memory().to(self.device.torch_device, non_blocking=True)
         pool = PagedPool((PageGroup((rows,), pages=1, layers=1),))
         self._kernels.gather_blocks(pool, [table], into, programs=SAVE_PROGRAMS)
 

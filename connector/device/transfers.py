@@ -25,15 +25,15 @@ from typing import Final
 import numpy as np
 import torch
 
-from cachesvc.connector.device.copies import WORTH_A_COPY, enqueue, plan
+from cachesvc.connector.device.copies import WORTH_A_COPY, Plan, enqueue, plan
 from cachesvc.connector.device.device import Device, Event, Stream
 from cachesvc.connector.device.windows import Windows
 from cachesvc.kernels import BlockKernels, Blocks, PagedPool
 
-STAGE_BYTES: Final = 64 << 20
-"""Bytes after which a load says that further layers are there: about a millisecond of the link."""
+STAGE_BYTES: Final = 256 << 20
+"""Bytes after which a load says that further layers are there: about five milliseconds of the link."""
 
-LOAD_STAGING_BYTES: Final = 256 << 20
+LOAD_STAGING_BYTES: Final = 768 << 20
 """Memory of the device for pieces on their way to their pages, in two halves."""
 
 LINK_PROGRAMS: Final = 16
@@ -98,8 +98,10 @@ class Transfers:
                     self._load_slowly(payloads, on_device, skip)
                     enqueued(self.pool.layers, self._loading.record())
                 else:
-                    for layers in self._stages(blocks):
-                        enqueued(layers[1], self._load_stage(blocks, on_device, skip, layers))
+                    size = self.pool.payload_bytes
+                    even = plan(blocks.offsets, np.arange(len(blocks)) * size, size)
+                    for layers in self._stages(blocks, even):
+                        enqueued(layers[1], self._load_stage(blocks, even, on_device, skip, layers))
             finally:  # also after an error: something may have been enqueued
                 self._latest = self._loading.record()
             return self._latest
@@ -110,20 +112,19 @@ class Transfers:
             if self._latest is not None:
                 stream.wait(self._latest)
 
-    def _stages(self, blocks: Blocks) -> list[tuple[int, int]]:
-        """Layers [first, end), so many that a stage has about `stage_bytes`, and that copies of pieces are worth it."""
+    def _stages(self, blocks: Blocks, even: Plan) -> list[tuple[int, int]]:
+        """Layers [first, end). The first stage is short, and copies of what it takes of a payload are worth it."""
         layers, size = self.pool.layers, self.pool.payload_bytes
-        number = len(blocks) * size // self._stage_bytes
-        if (
-            plan(blocks.offsets, np.arange(len(blocks)) * size, size).copies * WORTH_A_COPY
-            > len(blocks) * size // layers
-        ):
+        total = len(blocks) * size
+        number = total // self._stage_bytes
+        if even.copies * WORTH_A_COPY > total // layers:
             number = min(number, size // WORTH_A_COPY)
-        number = max(1, min(layers, number))
-        return list(pairwise(layers * index // number for index in range(number + 1)))
+        each = -(-layers // max(1, min(layers, number)))
+        first = 1 if number > 1 and even.copies * WORTH_A_COPY <= total // layers else each
+        return list(pairwise(sorted({0, first, *range(each, layers, each), layers})))
 
     def _load_stage(
-        self, blocks: Blocks, tables: list[torch.Tensor], skip: Sequence[int], layers: tuple[int, int]
+        self, blocks: Blocks, even: Plan, tables: list[torch.Tensor], skip: Sequence[int], layers: tuple[int, int]
     ) -> Event:
         spans = self.pool.spans(layers)
         width = sum(size for _, size in spans)
@@ -131,9 +132,7 @@ class Transfers:
         if len(spans) == 1 and width <= self._half:
             place = spans[0][0]
             step = self._half // width
-            sources = blocks.offsets + blocks.memory.data_ptr() + place
-            copies = plan(sources, np.arange(len(blocks)) * width, width).copies
-            if width * len(blocks) >= WORTH_A_COPY * copies:
+            if width * len(blocks) >= WORTH_A_COPY * even.copies:
                 for first in range(0, len(blocks), step):
                     self._by_staging(blocks[first : first + step], first, tables, skip, layers, place, width)
                 return self._loading.record()
