@@ -63,7 +63,7 @@ def _move(
         for group in tl.static_range(len(GROUPS)):
             first_tile = tl.load(spans + group * 5 + 2).to(tl.int32)
             size = tl.load(spans + group * 5 + 3).to(tl.int32)
-            if (tile >= first_tile) & (tile < first_tile + tl.cdiv(size, UNITS * UNIT)):
+            if (tile >= first_tile) & (tile < first_tile + (size + UNITS * UNIT - 1) // (UNITS * UNIT)):
                 page_bytes: tl.constexpr = GROUPS[group][0]
                 stride: tl.constexpr = GROUPS[group][1]
                 pages: tl.constexpr = GROUPS[group][2]

@@ -36,6 +36,9 @@ STAGE_BYTES: Final = 256 << 20
 LOAD_STAGING_BYTES: Final = 768 << 20
 """Memory of the device for pieces on their way to their pages, in two halves."""
 
+_SHORT_BYTES: Final = 96 << 20
+"""Of the staging that is used for a load of one stage."""
+
 LINK_PROGRAMS: Final = 16
 """Multiprocessors at most that a kernel over the link takes from compute."""
 
@@ -131,7 +134,10 @@ class Transfers:
         # The copy engines take one span of a payload at a time; what lies apart in several groups is the kernel's.
         if len(spans) == 1 and width <= self._half:
             place = spans[0][0]
-            step = self._half // width
+            # What comes last is scattered when the link is idle again: in a load of one stage that part is short.
+            step = max(
+                1, (min(self._half, _SHORT_BYTES) if layers[1] - layers[0] == self.pool.layers else self._half) // width
+            )
             if width * len(blocks) >= WORTH_A_COPY * even.copies:
                 for first in range(0, len(blocks), step):
                     self._by_staging(blocks[first : first + step], first, tables, skip, layers, place, width)
