@@ -27,6 +27,7 @@ memory        keys known as stored, blocks that failed
 buffers       page-aligned payload buffers
 workers       background threads with a bounded queue
 options       every limit; stats: every number
+device        the way to and from KV on a GPU, which imports torch: not imported here
 layout        what a payload holds, byte for byte
 vllm          the connector for vLLM, which imports vLLM: not imported here
 ============  =====================================================================================

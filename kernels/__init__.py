@@ -4,7 +4,6 @@
 ``pool``           how a pool lies in memory, and where payloads lie
 ``torch_ref``      the reference, in plain torch
 ``triton_blocks``  one launch for all layers and groups, on CUDA
-``fp8``            the same with KV stored in 8 bits
 """
 
 from cachesvc.kernels.base import BlockKernels, kernels_for
