@@ -102,16 +102,21 @@ def _fill(
     """Copies payloads into their slots. Raises `LeaseLost` when the lease has ended."""
     if len(granted) < len(payloads):
         slots = [slots[index] for index in granted]
-        if isinstance(payloads, Elsewhere):
-            payloads = payloads.pick(granted)
-        else:
-            payloads = [payloads[index] for index in granted]  # type: ignore[assignment]
+        payloads = _pick(payloads, granted)
     size = payloads.payload_bytes if isinstance(payloads, Elsewhere) else payloads[0].nbytes
     targets = arena.writable(slots, size)
     with calls.session.lock:
         if not calls.session.alive or time.monotonic() >= ends:
             raise LeaseLost("the write lease ended while its slots were being filled")
         return copier.copy(targets, payloads, checksums=checksums, padding=-size % SLOT_PAGE)
+
+
+def _pick(
+    payloads: Sequence[memoryview] | Sequence[Pieces], indices: Sequence[int]
+) -> Sequence[memoryview] | Sequence[Pieces]:
+    if isinstance(payloads, Elsewhere):
+        return payloads.pick(indices)
+    return [payloads[index] for index in indices]  # type: ignore[return-value]
 
 
 def _parts(count: int, size: int) -> list[slice]:

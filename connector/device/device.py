@@ -12,6 +12,8 @@ import torch
 
 from cachesvc.connector.device.cuda import Cuda, CudaError, cuda
 
+_torch: Any = torch.cuda  # parts of it have no annotations
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -89,7 +91,7 @@ class CudaStream:
 
     def record(self) -> Event:
         # A thread that waits for it sleeps: spinning would take the processor from the engine's thread.
-        event = torch.cuda.Event(blocking=True)
+        event = _torch.Event(blocking=True)
         event.record(self._stream)
         return CudaEvent(event)
 
@@ -111,12 +113,12 @@ class CudaDevice:
         self._cuda = cuda()
         if not torch.cuda.is_available():
             raise CudaError("there is no CUDA device that torch can use")
-        torch.cuda.init()
+        _torch.init()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
 
     def stream(self) -> Stream:
         # Of high priority: its kernels are short, and somebody waits for each of them.
-        made: Any = torch.cuda.Stream(self.torch_device, priority=-1)
+        made: Any = _torch.Stream(self.torch_device, priority=-1)
         return CudaStream(made, self._cuda)
 
     def current(self) -> Stream:

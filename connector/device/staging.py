@@ -77,7 +77,8 @@ class DevicePayloads(Sequence[memoryview]):
             return DevicePayloads(self.slots, self.numbers[index])
         self.ready.synchronize()
         start = int(self.blocks.offsets[index])
-        return memoryview(self.slots.memory[start : start + self.slots.payload_bytes].cpu().numpy())
+        payload: Any = self.slots.memory[start : start + self.slots.payload_bytes].cpu().numpy()
+        return memoryview(payload)
 
 
 class DeviceSlots:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from connector_fakes import NAMESPACE, PAYLOAD_BYTES, payload_of
+from connector_fakes import Engine as Pages
 from device_fuzz import Settings, fuzz
 from engine_support import TINY, FakeCache, random_tokens, write_checkpoint
 from fake_device import FakeDevice
 
 from cachesvc.benchmark.process import DaemonProcess
-from cachesvc.connector.device import CudaDevice, DeviceStaging
+from cachesvc.connector.device import CudaDevice, DevicePayloads, DeviceStaging
 from cachesvc.connector.device.copies import plan
 from cachesvc.connector.device.cuda import Cuda, CudaError
 from cachesvc.connector.options import CacheOptions
@@ -108,6 +113,60 @@ def test_the_engine_says_the_same_behind_loads_of_a_device(model: LlamaModel) ->
         finally:
             cache.close()
     assert not device.registered
+
+
+def test_what_is_stored_already_is_left_out_and_checkpoints_lie_in_the_host() -> None:
+    """The daemon grants slots for the last two of four blocks: these must be the ones that are copied."""
+    namespace, tokens = replace(NAMESPACE, shards=2), list(range(4 * 128 + 1))
+    staging = DeviceStaging(FakeDevice(3))
+    window = b"w" * 5000
+    restored: list[tuple[int, bytes]] = []
+
+    def on_device(first: int, payloads: Sequence[memoryview]) -> None:
+        assert isinstance(payloads, DevicePayloads)
+        for block, start in enumerate(payloads.blocks.offsets.tolist(), first):
+            content = torch.frombuffer(bytearray(payload_of(tokens, block)), dtype=torch.uint8)
+            payloads.slots.memory[start : start + PAYLOAD_BYTES] = content
+        payloads.filled(staging.device.current().record())
+
+    def gather_window(blocks: int, payload: memoryview) -> None:
+        payload[:] = window
+
+    def in_host(first: int, payloads: Sequence[memoryview]) -> None:
+        for block, payload in enumerate(payloads, first):
+            payload[:] = payload_of(tokens, block)
+
+    with DaemonProcess(64 << 20) as daemon, ExitStack() as opened:
+
+        def cache(staging: DeviceStaging | None = None) -> PrefixCache:
+            made = PrefixCache(
+                namespace,
+                PAYLOAD_BYTES,
+                address=daemon.address,
+                options=OPTIONS,
+                checkpoint_bytes=len(window),
+                staging=staging,
+            )
+            opened.callback(made.close)
+            assert made.ready(10.0)
+            return made
+
+        one, other = cache(staging), cache()
+        late = one.match(tokens)
+        early = other.match(tokens)
+        assert late.hit_tokens == early.hit_tokens == 0
+        other.save(early, 256, in_host)
+        assert other.flush(10.0)
+        one.save(late, 512, on_device)
+        one.save_checkpoints(late, 0, 512, gather_window)
+        one.finish(late)
+        assert one.flush(10.0) and one.stats.failed_blocks == 0
+        assert (one.stats.present_blocks, one.stats.stored_blocks) == (2, 3)
+        pages, last = Pages(tokens), cache()
+        found = last.match(tokens)
+        loaded = last.load(found, pages.scatter, lambda blocks, payload: restored.append((blocks, bytes(payload))))
+        assert loaded == 512 and restored == [(4, window)]
+        pages.check()
 
 
 @pytest.mark.parametrize("loadable", [0, 128])
