@@ -134,6 +134,7 @@ def test_pools_that_make_no_sense_are_refused() -> None:
         PagedPool((PageGroup((torch.zeros(4, 8, dtype=torch.uint8),), 2, 1),), 15)
 
 
+@pytest.mark.long
 def test_without_triton_a_cuda_pool_gets_the_reference() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
