@@ -28,6 +28,7 @@ memory        keys known as stored, blocks that failed
 buffers       page-aligned payload buffers
 workers       background threads with a bounded queue
 options       every limit; stats: every number
+device        the way to and from KV on a GPU, which imports torch: not imported here
 layout        what a payload holds, byte for byte
 settings      options of an adapter, checked; weights: their digest; rates: whether loading beats computing
 vllm          the connector for vLLM; deepinfer, sglang: those for DeepInfer and SGLang. Each imports its engine, so

@@ -139,7 +139,9 @@ class Arena:
             raise ArenaUnavailable(f"{path}: the shared memory cannot be mapped: {error}") from error
         finally:
             _close_all(descriptors)
-        self._readable, self._writable = Region(memoryview(readable)), Region(memoryview(writable))
+        self._writable = Region(memoryview(writable))
+        self._writable.writable = self._writable
+        self._readable = Region(memoryview(readable), self._writable)
         self._prefault = Prefault([(readable, False), (writable, True)], memory)
         self._prefault.start()
 

@@ -20,7 +20,7 @@ from cachesvc.connector.loader import Loader, Loading
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Lease, Pass
-from cachesvc.connector.staging import Saver
+from cachesvc.connector.staging import HostStaging, Saver
 from cachesvc.connector.stats import Counters
 
 
@@ -54,7 +54,16 @@ class Checkpoints:
         self._known = KnownKeys(options.known_keys)
         self._failed = FailedKeys(options.failed_keys, options.failed_hit_s, time.monotonic)
         self.saver = Saver(
-            client, link, self._known, self._failed, counters, options, shard, size, on_stored=lambda _: None
+            client,
+            link,
+            self._known,
+            self._failed,
+            counters,
+            options,
+            shard,
+            size,
+            on_stored=lambda _: None,
+            staging=HostStaging(options.copy_threads),
         )
 
     def good(self, key: bytes) -> bool:

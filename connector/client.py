@@ -22,7 +22,7 @@ import xxhash
 
 from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
 from cachesvc.connector.bulk import BulkChannel, BulkReplies
-from cachesvc.connector.copying import Copier
+from cachesvc.connector.copying import Copier, PayloadCopier
 from cachesvc.connector.errors import BadAnswer, CacheError, NotAttached, Rejected, Unreachable, from_rpc_error
 from cachesvc.connector.options import MAX_CHUNK_BYTES, MESSAGE_SLACK_BYTES, CacheOptions
 from cachesvc.connector.payloads import Pieces
@@ -89,7 +89,9 @@ class Replies(Protocol):
 class Client:
     """Calls of one daemon, from any thread. Each has a deadline of the options, and raises `CacheError`."""
 
-    def __init__(self, address: Address, options: CacheOptions, shard: int = 0) -> None:
+    def __init__(
+        self, address: Address, options: CacheOptions, shard: int = 0, copier: PayloadCopier | None = None
+    ) -> None:
         self.address = address
         self._options = options
         self._shard = shard
@@ -98,7 +100,7 @@ class Client:
         self._stubs: list[CacheStub] = []
         self._arena: Arena | None = None
         self._bulk: BulkChannel | None = None
-        self._copier = Copier(options.copy_threads)
+        self._copier = copier or Copier(options.copy_threads)
         self._complained = False
         self._closed = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import xxhash
 
@@ -21,6 +21,20 @@ _PIECE: Final = 512 << 10
 _RUN: Final = 8 << 20
 # Below this a second thread costs more than it brings.
 _SHARED: Final = 2 << 20
+
+
+class PayloadCopier(Protocol):
+    """`Copier`, or a device's way from its own memory."""
+
+    def copy(
+        self,
+        targets: Sequence[memoryview],
+        sources: Sequence[memoryview] | Sequence[Pieces],
+        *,
+        checksums: bool,
+        padding: int = 0,
+    ) -> list[int]: ...
+    def close(self) -> None: ...
 
 
 class Copier:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, Protocol, overload, runtime_checkable
 
 SLOT_PAGE: Final = 4096
 """Slots begin on, and are padded to, multiples of this many bytes (``cache.proto``), whatever pages the system has."""
 
 
 class Region:
-    """A mapping and its address. The address is good as long as the region lives."""
+    """A mapping and its address. The address is good as long as the region lives.
 
-    def __init__(self, memory: memoryview) -> None:
+    `writable`: the same memory, mapped to be written to, which is what a device registers; None if there is no such
+    mapping, or the memory is not worth to be registered.
+    """
+
+    def __init__(self, memory: memoryview, writable: Region | None = None) -> None:
         self.memory = memory
         self.address = address_of(memory)
+        self.writable = writable
 
 
 class Payloads(Sequence[memoryview]):
@@ -32,20 +37,20 @@ class Payloads(Sequence[memoryview]):
                 f"{len(region.memory)} bytes"
             )
         self.payload_bytes = payload_bytes
-        self._region = region
-        self._offsets = offsets
+        self.region = region
+        self.offsets = offsets
 
     @property
     def addresses(self) -> list[int]:
-        base = self._region.address
-        return [base + offset for offset in self._offsets]
+        base = self.region.address
+        return [base + offset for offset in self.offsets]
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self.offsets)
 
     def __iter__(self) -> Iterator[memoryview]:
-        memory, size = self._region.memory, self.payload_bytes
-        return (memory[offset : offset + size] for offset in self._offsets)
+        memory, size = self.region.memory, self.payload_bytes
+        return (memory[offset : offset + size] for offset in self.offsets)
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -53,9 +58,18 @@ class Payloads(Sequence[memoryview]):
     def __getitem__(self, index: slice) -> Payloads: ...
     def __getitem__(self, index: int | slice) -> memoryview | Payloads:
         if isinstance(index, slice):
-            return Payloads(self._region, self._offsets[index], self.payload_bytes)
-        offset = self._offsets[index]
-        return self._region.memory[offset : offset + self.payload_bytes]
+            return Payloads(self.region, self.offsets[index], self.payload_bytes)
+        offset = self.offsets[index]
+        return self.region.memory[offset : offset + self.payload_bytes]
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """Payloads in memory of a device, of which some can be chosen without bringing them to the host."""
+
+    @property
+    def payload_bytes(self) -> int: ...
+    def pick(self, indices: Sequence[int]) -> Sequence[memoryview]: ...
 
 
 class Pieces:

@@ -19,7 +19,7 @@ from cachesvc.connector.loader import Loader, Loading
 from cachesvc.connector.memory import FailedKeys, KnownKeys, PromptMemory
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
-from cachesvc.connector.staging import Saver
+from cachesvc.connector.staging import HostStaging, Saver, Staging
 from cachesvc.connector.stats import CacheStats, Counters
 from cachesvc.connector.workers import Workers
 from cachesvc.keys import Namespace, PrefixHasher, Tokens
@@ -52,9 +52,13 @@ class PrefixCache(BasePrefixCache):
         options: CacheOptions = CacheOptions(),  # noqa: B008  # frozen
         shard: int = 0,
         checkpoint_bytes: int = 0,
+        staging: Staging | None = None,
     ) -> None:
         """With `checkpoint_bytes` a hit ends at a checkpoint, which `load` gives to `restore`; of the namespace's
         shards the second half are then those of checkpoints.
+
+        `staging`: of a device, by way of which blocks are saved; by default they, and checkpoints in any case, are
+        gathered into host memory.
         """
         shards = namespace.shards // 2 if checkpoint_bytes else namespace.shards
         if payload_bytes <= 0 or checkpoint_bytes < 0 or not 0 <= shard < shards:
@@ -81,7 +85,8 @@ class PrefixCache(BasePrefixCache):
         self._unreachable_tokens = 0  # of prompts for which no daemon could be asked, until one can be told
         self._unknown_classes: set[str] = set()
         self._lookups = Workers("cachesvc-lookup", threads=options.lookup_threads, limit=options.max_lookups)
-        self._client = Client(client_address(address), options, shard)
+        staging = staging or HostStaging(options.copy_threads)
+        self._client = Client(client_address(address), options, shard, staging)
         self._link = Link(
             self._client,
             namespace.canonical_json(),
@@ -102,6 +107,7 @@ class PrefixCache(BasePrefixCache):
             shard,
             payload_bytes,
             on_stored=self._note_stored,
+            staging=staging,
         )
         self._checkpoints = Checkpoints(*ways, options, self._counters, shards + shard, checkpoint_bytes)
 

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from cachesvc.connector.buffers import Slots
 from cachesvc.connector.client import Attachment, Client
+from cachesvc.connector.copying import Copier, PayloadCopier
 from cachesvc.connector.errors import BadAnswer, CacheError
 from cachesvc.connector.link import Link
 from cachesvc.connector.memory import FailedKeys, KnownKeys
@@ -41,6 +43,35 @@ class Batch:
     payloads: Sequence[Pieces] | None = None
 
 
+class SaveSlots(Protocol):
+    """Buffers of the save queue, handed out by number: `Slots`, or a device's."""
+
+    def views(self, slots: Sequence[int]) -> Sequence[memoryview]: ...
+    def take(self, wanted: int) -> list[int]: ...
+    def give(self, slots: list[int]) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class Staging(PayloadCopier, Protocol):
+    """Where the save queue lies, and how it is copied into the arena, by how many threads that save."""
+
+    threads: int
+
+    def slots(self, payload_bytes: int, count: int) -> SaveSlots:
+        """Raises `OSError`."""
+        ...
+
+
+class HostStaging(Copier):
+    """In memory of the host."""
+
+    threads = 1
+
+    def slots(self, payload_bytes: int, count: int) -> SaveSlots:
+        return Slots(payload_bytes, count)
+
+
 class Saver:
     """The bounded save queue and its thread."""
 
@@ -55,8 +86,10 @@ class Saver:
         shard: int,
         payload_bytes: int,
         on_stored: Callable[[Sequence[bytes]], None],
+        staging: Staging,
     ) -> None:
         """`on_stored` is told, on the worker thread, which keys are stored now."""
+        self._staging = staging
         self._on_stored = on_stored
         self._shard = shard
         self._client = client
@@ -67,10 +100,10 @@ class Saver:
         self._options = options
         self._payload_bytes = payload_bytes
         self._batch_blocks = max(1, options.save_batch_bytes // payload_bytes)
-        self._slots: Slots | None = None
+        self._slots: SaveSlots | None = None
         self._making = threading.Lock()
         self._paused_until = 0.0
-        self._worker = Workers("cachesvc-save", threads=1, limit=MAX_WAITING_BATCHES)
+        self._worker = Workers("cachesvc-save", threads=staging.threads, limit=MAX_WAITING_BATCHES)
 
     @property
     def queued_bytes(self) -> int:
@@ -144,7 +177,7 @@ class Saver:
     def _fill(self, count: int, fill: Callable[[Sequence[memoryview]], None]) -> list[int]:
         """Slots for a first part of so many blocks, none when full, which `fill` has filled."""
         slots = self._buffers()
-        if slots is None or time.monotonic() < self._paused_until:
+        if time.monotonic() < self._paused_until:
             return []
         taken = slots.take(count)
         if taken:
@@ -155,11 +188,12 @@ class Saver:
                 raise
         return taken
 
-    def _buffers(self) -> Slots | None:
+    def _buffers(self) -> SaveSlots:
         with self._making:
             if self._slots is None:
+                count = self._options.save_queue_bytes // self._payload_bytes
                 try:
-                    self._slots = Slots(self._payload_bytes, self._options.save_queue_bytes // self._payload_bytes)
+                    self._slots = self._staging.slots(self._payload_bytes, count)
                 except OSError as error:
                     logger.error("no memory for saving (%d bytes): %s", self._options.save_queue_bytes, error)
                     self._slots = Slots(self._payload_bytes, 0)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from cachesvc.connector.arena import Arena, Pipeline, slot_positions
-from cachesvc.connector.copying import Copier
+from cachesvc.connector.copying import PayloadCopier
 from cachesvc.connector.errors import BadAnswer, LeaseLost, NotAttached
-from cachesvc.connector.payloads import SLOT_PAGE, Pieces
+from cachesvc.connector.payloads import SLOT_PAGE, Elsewhere, Pieces
 from cachesvc.rpc import cache_pb2 as pb
 
 # Blocks of the first and last part, and of those between: many enough that what a part costs itself does not count.
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
 
 def store_in_arena(
     arena: Arena,
-    copier: Copier,
+    copier: PayloadCopier,
     request: Callable[[Sequence[bytes]], pb.ReserveRequest],
     keys: Sequence[bytes],
     payloads: Sequence[memoryview] | Sequence[Pieces],
@@ -91,7 +91,7 @@ def store_in_arena(
 def _fill(
     calls: Pipeline,
     arena: Arena,
-    copier: Copier,
+    copier: PayloadCopier,
     slots: Sequence[int],
     ends: float,
     granted: list[int],
@@ -102,13 +102,21 @@ def _fill(
     """Copies payloads into their slots. Raises `LeaseLost` when the lease has ended."""
     if len(granted) < len(payloads):
         slots = [slots[index] for index in granted]
-        payloads = [payloads[index] for index in granted]  # type: ignore[assignment]
-    size = payloads[0].nbytes
+        payloads = _pick(payloads, granted)
+    size = payloads.payload_bytes if isinstance(payloads, Elsewhere) else payloads[0].nbytes
     targets = arena.writable(slots, size)
     with calls.session.lock:
         if not calls.session.alive or time.monotonic() >= ends:
             raise LeaseLost("the write lease ended while its slots were being filled")
         return copier.copy(targets, payloads, checksums=checksums, padding=-size % SLOT_PAGE)
+
+
+def _pick(
+    payloads: Sequence[memoryview] | Sequence[Pieces], indices: Sequence[int]
+) -> Sequence[memoryview] | Sequence[Pieces]:
+    if isinstance(payloads, Elsewhere):
+        return payloads.pick(indices)
+    return [payloads[index] for index in indices]  # type: ignore[return-value]
 
 
 def _parts(count: int, size: int) -> list[slice]:

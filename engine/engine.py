@@ -13,9 +13,11 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from cachesvc.connector.base import BasePrefixCache
+from cachesvc.connector.device import DeviceLoad, DevicePayloads, DeviceStaging
 from cachesvc.connector.layout import StorePolicy
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.cache import BlockMover, block_layout, needs_replay
+from cachesvc.engine.device_path import DevicePath
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.handoff import HandoffStore
 from cachesvc.engine.kv import PagePool, PageTable
@@ -77,9 +79,16 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         handoffs: BasePrefixCache | None = None,
+        staging: DeviceStaging | None = None,
     ) -> None:
-        """`handoffs` is a cache of the namespace and payload size that `cachesvc.engine.handoff` says."""
+        """`handoffs` is a cache of the namespace and payload size that `cachesvc.engine.handoff` says.
+
+        `staging`: that of `cache`, for a model on a device; without it KV passes through memory of the host. Raises
+        `ValueError` with one for a model with windows, with `handoffs`, and with `async_scheduling`.
+        """
         config = config or EngineConfig()
+        if staging is not None and (handoffs is not None or config.async_scheduling):
+            raise ValueError("with `staging` there are neither handoffs nor async_scheduling")
         self._model = model
         self._cache = cache
         self._pool = PagePool(
@@ -101,8 +110,12 @@ class Engine:
         self._replayed_window = window if needs_replay(layout) else 0
         self._stored_window = window if layout.checkpoint_bytes else 0
         self._replay = config.replay
+        self._device = None if staging is None else DevicePath(staging, self._pool, layout)
         self._scheduler = Scheduler(
-            self._pool, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens
+            self._pool,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            before_release=self._device.drop if self._device else lambda request: None,
         )
         self._async = config.async_scheduling
         self._runner = Runner(
@@ -201,11 +214,11 @@ class Engine:
         if self._scheduler.must_preempt:
             self._land()
         self._scheduler.make_room()
-        for request in self._scheduler.admit():
-            self._match(request)
-        for request in self._scheduler.asking:
-            if request.receiving is None:
-                self._load(request)
+        if self._device is not None:
+            self._device.begin_step()
+            self._poll()
+        if self._device is None or not self._scheduler.plan():  # else they ask while the device computes
+            self._admit()
         before, self._flight = self._flight, self._launch()
         if before is not None:
             self._finish(before)
@@ -252,6 +265,18 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._runner.close()
+        if self._device is not None:
+            self._device.close()
+
+    def _admit(self) -> None:
+        for request in self._scheduler.admit():
+            self._match(request)
+        self._poll()
+
+    def _poll(self) -> None:
+        for request in self._scheduler.asking:
+            if request.receiving is None:
+                self._load(request)
 
     def _launch(self) -> _Flight | None:
         """Starts what is due, if anything is."""
@@ -260,7 +285,12 @@ class Engine:
             if not self._async:
                 self._idle()
             return None
-        flight = _Flight(chunks, self._runner.launch(chunks))
+        if self._device is None:
+            sampled = self._runner.launch(chunks)
+        else:
+            kv = self._device.layers([chunk.request for chunk in chunks])
+            sampled = self._runner.launch(chunks, kv, self._admit)
+        flight = _Flight(chunks, sampled)
         for chunk in chunks:
             chunk.request.num_computed = chunk.stop
             chunk.request.pending += chunk.samples
@@ -278,9 +308,12 @@ class Engine:
         now = time.perf_counter()
         got_token = []
         for chunk in flight.chunks:
+            chunk.request.pending -= chunk.samples
+        # What was computed behind a load that has failed is void: it is computed again.
+        chunks = [chunk for chunk in flight.chunks if self._load_is_good(chunk.request)]
+        for chunk in chunks:
             request = chunk.request
             before, request.num_done = request.num_done, chunk.stop
-            request.pending -= chunk.samples
             if chunk.samples and request.finish_reason is None:
                 token = sampled[request.request_id]
                 request.append(token, now)
@@ -291,7 +324,7 @@ class Engine:
             if self._stored_window:
                 self._save_checkpoints(request, before)
         # Saving comes after the tokens are known, so that it delays nobody's first one.
-        for request in dict.fromkeys(chunk.request for chunk in flight.chunks):
+        for request in dict.fromkeys(chunk.request for chunk in chunks):
             if request.finish_reason is None or request in got_token:
                 self._save(request)
             # The next step may have begun to compute behind a stop token: its pages are in use until it is over.
@@ -306,6 +339,8 @@ class Engine:
         for request in self._scheduler.asking[:1]:
             if request.receiving is not None:
                 time.sleep(_RECEIVE_WAIT_S)
+            elif request.load is not None:
+                request.load.wait_start(_IDLE_WAIT_S)
             else:
                 self._cache.wait(_pass(request), _IDLE_WAIT_S)
 
@@ -322,7 +357,13 @@ class Engine:
     def _load(self, request: Request) -> None:
         """Loads what the cache has found, once it has answered, into the request's pages."""
         found = _pass(request)
+        if request.load is not None:
+            self._go_on(request, request.load)
+            return
         if not self._cache.poll(found):
+            return
+        if found.hit_tokens and self._device is not None:
+            request.load = self._device.start(self._cache, found, request.table)
             return
         request.asking = False
         if not found.hit_tokens:
@@ -335,11 +376,28 @@ class Engine:
             self._mover.restore(request.table, blocks, payload)
 
         # Fewer tokens than promised, or none, is not an error: the rest is computed, over what a failed load left.
-        loaded = self._cache.load(found, scatter, restore)
-        if loaded % BLOCK_TOKENS or not 0 <= loaded <= found.hit_tokens < len(request.tokens):
-            raise AssertionError(
-                f"the cache loaded {loaded} of {found.hit_tokens} tokens of a prompt of {len(request.tokens)}"
-            )
+        self._loaded(request, self._cache.load(found, scatter, restore))
+
+    def _go_on(self, request: Request, load: DeviceLoad) -> None:
+        """Lets a request be computed whose load is under way, before it is known whether that is good."""
+        if load.can_start:
+            request.asking = False
+            request.num_computed = request.num_done = _pass(request).hit_tokens
+            if load.ended:
+                self._load_is_good(request)
+
+    def _load_is_good(self, request: Request) -> bool:
+        """False when less was loaded than the request computes behind: it goes on from what there is."""
+        if request.load is None or self._device is None:
+            return True
+        load, request.load = request.load, None
+        self._loaded(request, self._device.result(load))
+        return request.hit_tokens == _pass(request).hit_tokens
+
+    def _loaded(self, request: Request, loaded: int) -> None:
+        hit = _pass(request).hit_tokens
+        if loaded % BLOCK_TOKENS or not 0 <= loaded <= hit < len(request.tokens):
+            raise AssertionError(f"the cache loaded {loaded} of {hit} tokens of a prompt of {len(request.tokens)}")
         self._resume(request, loaded)
 
     def _resume(self, request: Request, loaded: int) -> None:
@@ -389,7 +447,10 @@ class Engine:
             return
 
         def gather(first_block: int, payloads: Sequence[memoryview]) -> None:
-            self._mover.gather(request.table, first_block, payloads)
+            if self._device is not None and isinstance(payloads, DevicePayloads):
+                self._device.stage(request.table, first_block, payloads)
+            else:
+                self._mover.gather(request.table, first_block, payloads)
 
         self._cache.save(_pass(request), done, gather)
         request.offered_blocks = max(request.offered_blocks, blocks)

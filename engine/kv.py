@@ -12,6 +12,8 @@ import heapq
 import torch
 
 from cachesvc.engine.models.config import ModelConfig
+from cachesvc.kernels import PagedPool, pool_of_layers
+from cachesvc.keys import BLOCK_TOKENS
 
 
 class OutOfPagesError(Exception):
@@ -47,8 +49,14 @@ class PagePool:
             kind: torch.dtype = getattr(torch, group.dtype)
             # Written once here, so that the first request does not pay for the page faults.
             self.kv += [torch.empty(shape, dtype=kind, device=device).zero_() for _ in range(group.layers)]
+        # What blocks of the cache are cut into: pages, or single tokens where pages do not divide a block.
+        self.unit_tokens = page_size if BLOCK_TOKENS % page_size == 0 else 1
         # A heap: the lowest pages first, so that tables are often consecutive and can be read without a gather.
         self._free = list(range(num_pages))
+
+    def as_paged(self) -> PagedPool:
+        """The same memory as the kernels take it, in pages of `unit_tokens`, for a model with one KV group."""
+        return pool_of_layers(self.kv, page_tokens=self.unit_tokens, block_tokens=BLOCK_TOKENS)
 
     @property
     def free_pages(self) -> int:
@@ -121,6 +129,12 @@ class PageTable:
     def records(self, start: int, stop: int, tokens_per_record: int) -> torch.Tensor:
         """Slots of the records of the tokens `start` to `stop`, both multiples of `tokens_per_record`."""
         return self.slots(start, stop)[::tokens_per_record] // tokens_per_record
+
+    def units(self, first_block: int, count: int) -> list[int]:
+        """Pages of `unit_tokens` of so many blocks of the cache, from the one of that index on."""
+        per_block = BLOCK_TOKENS // self._pool.unit_tokens
+        start, stop = first_block * per_block, (first_block + count) * per_block
+        return self.pages[start:stop] if self._pool.unit_tokens > 1 else self.slots(start, stop).tolist()
 
     def context(self, stop: int) -> slice | torch.Tensor:
         """Slots of the first `stop` tokens: a slice when they are consecutive (a view costs nothing), else a tensor."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from cachesvc.connector.device import DeviceLoad
 from cachesvc.connector.passes import Pass
 from cachesvc.engine.errors import RequestError
 from cachesvc.engine.kv import PageTable
@@ -104,6 +105,8 @@ class Request:
     """Kept over a preemption, so that nothing is saved or counted twice."""
     asking: bool = False
     """Whether the cache's answer is still to come: until then the request is not scheduled."""
+    load: DeviceLoad | None = None
+    """A load onto a device, of which it is not yet known whether it is good."""
     offered_blocks: int = 0
     """Leading blocks that came from the cache or were offered to it."""
     hit_tokens: int = 0

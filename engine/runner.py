@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from cachesvc.engine.scheduler import Chunk
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A batch, and what is needed beyond it."""
 
     batch: FlatBatch
@@ -50,13 +50,21 @@ class Runner:
         self._thread = ThreadPoolExecutor(1, "engine-device") if threaded else None
         self._last: dict[str, int] = {}
 
-    def launch(self, chunks: Sequence[Chunk]) -> Future[dict[str, int]]:
-        """Starts a step; gives by request id the next token of each request that is computed to its end."""
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        kv: Sequence[torch.Tensor] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Future[dict[str, int]]:
+        """Starts a step; gives by request id the next token of each request that is computed to its end.
+
+        `kv`: in place of the pool's own. `meanwhile` is called once a device has everything to compute.
+        """
         step = self._prepare(chunks)
         if self._thread is not None:
-            return self._thread.submit(self._run, step)
+            return self._thread.submit(self._run, step, self._pool.kv if kv is None else kv, meanwhile)
         done: Future[dict[str, int]] = Future()
-        done.set_result(self._run(step))
+        done.set_result(self._run(step, self._pool.kv if kv is None else kv, meanwhile))
         return done
 
     def close(self) -> None:
@@ -64,7 +72,7 @@ class Runner:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _run(self, step: _Step) -> dict[str, int]:
+    def _run(self, step: Step, kv: Sequence[torch.Tensor], meanwhile: Callable[[], None]) -> dict[str, int]:
         batch = step.batch
         if step.unknown:
             tokens = batch.tokens.clone()
@@ -72,12 +80,13 @@ class Runner:
             known = [self._last[request_id] for request_id in step.unknown.values()]
             tokens[rows] = torch.tensor(known, device=tokens.device)
             batch = replace(batch, tokens=tokens)
-        logits = self._model.forward(batch, self._pool.kv)
+        logits = self._model.forward(batch, kv)
+        meanwhile()
         chosen = sample(logits, [params for _, params, _ in step.sampled], [index for _, _, index in step.sampled])
         self._last = {request_id: token for (request_id, _, _), token in zip(step.sampled, chosen, strict=True)}
         return self._last
 
-    def _prepare(self, chunks: Sequence[Chunk]) -> _Step:
+    def _prepare(self, chunks: Sequence[Chunk]) -> Step:
         tokens: list[int] = []
         positions, slots, spans, logit_rows, sampled = [], [], [], [], []
         unknown: dict[int, str] = {}
@@ -112,4 +121,4 @@ class Runner:
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
             invariant=self._invariant,
         )
-        return _Step(batch, unknown, sampled)
+        return Step(batch, unknown, sampled)

@@ -7,6 +7,7 @@ queue, and the youngest is the one that gives its pages back; so the oldest alwa
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cachesvc.engine.errors import RequestError
@@ -30,13 +31,22 @@ class Chunk(NamedTuple):
 class Scheduler:
     """At most `max_running` requests at a time and `max_batch_tokens` tokens per step."""
 
-    def __init__(self, pool: PagePool, *, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        before_release: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """`before_release` is called with a request whose pages are about to be freed."""
         if not 0 < max_running <= max_batch_tokens:
             raise ValueError(
                 f"max_running is {max_running} and max_batch_tokens {max_batch_tokens}; "
                 "every running request needs a token per step"
             )
         self._pool = pool
+        self._before_release = before_release
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
         self._waiting: deque[Request] = deque()
@@ -68,6 +78,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forgets a request, finished or aborted, and frees its pages."""
         (self._running if request in self._running else self._waiting).remove(request)
+        self._before_release(request)
         request.table.release()
 
     def make_room(self) -> None:
@@ -139,6 +150,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> None:
         victim = self._running.pop()
+        self._before_release(victim)
         victim.table.release()
         victim.restart()
         victim.preemptions += 1

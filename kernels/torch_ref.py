@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from cachesvc.kernels.pool import Blocks, PagedPool, PageGroup
+
 # Payloads that arrive are read-only and stay so: we only read from them. Torch warns about such buffers, once per
 # process; spend that one warning here, where nobody has to wonder about it.
 with warnings.catch_warnings():
@@ -37,6 +39,57 @@ class TorchBlockKernels:
         tokens = torch.stack([layer.index_select(1, slots) for layer in kv]).to("cpu")
         for block, source in zip(blocks, tokens.chunk(len(blocks), dim=2), strict=True):
             block.copy_(source)
+
+    def scatter_blocks(
+        self,
+        blocks: Blocks,
+        pool: PagedPool,
+        tables: Sequence[torch.Tensor],
+        *,
+        skip: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
+        origin: int = 0,
+        programs: int = 0,
+    ) -> None:
+        pool.check(blocks, tables, layers, origin)
+        for index, (group, table) in enumerate(zip(pool.groups, tables, strict=True)):
+            left_out = skip[index] if skip else 0
+            first, end = group.range_of(layers)
+            if not len(blocks) or first == end:
+                continue
+            parts = torch.stack(
+                [_part(blocks, offset - origin, group, first, end) for offset in blocks.offsets.tolist()], 1
+            )
+            parts = parts.to(pool.device).view(end - first, -1, group.page_bytes)[:, left_out:]
+            for region, part in zip(group.regions[first:end], parts, strict=True):
+                region.index_copy_(0, table[left_out:], part)
+
+    def gather_blocks(
+        self,
+        pool: PagedPool,
+        tables: Sequence[torch.Tensor],
+        blocks: Blocks,
+        *,
+        layers: tuple[int, int] | None = None,
+        origin: int = 0,
+        programs: int = 0,
+    ) -> None:
+        pool.check(blocks, tables, layers, origin)
+        for group, table in zip(pool.groups, tables, strict=True):
+            first, end = group.range_of(layers)
+            if not len(blocks) or first == end:
+                continue
+            found = torch.stack([region.index_select(0, table) for region in group.regions[first:end]])
+            found = found.view(end - first, len(blocks), group.pages, group.page_bytes).to(blocks.memory.device)
+            for number, offset in enumerate(blocks.offsets.tolist()):
+                _part(blocks, offset - origin, group, first, end).copy_(found[:, number])
+
+
+def _part(blocks: Blocks, offset: int, group: PageGroup, first: int, end: int) -> torch.Tensor:
+    """Regions [first, end) of one group in one payload: ``[regions, pages, page_bytes]``, over the same memory."""
+    start = offset + group.offset + first * group.region_bytes
+    part = blocks.memory[start : start + (end - first) * group.region_bytes]
+    return part.view(end - first, group.pages, group.page_bytes)
 
 
 def _as_tensors(

@@ -78,12 +78,13 @@ class Run:
     results: list[Result] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    gpu: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "benchmark": self.benchmark,
             "when": self.when,
-            "host": asdict(host()),
+            "host": asdict(host()) | {"gpu": self.gpu},
             "params": dict(self.params),
             "results": [result.to_json() for result in self.results],
             "skipped": dict(self.skipped),
@@ -100,7 +101,7 @@ class Host:
 
 
 def host() -> Host:
-    """This machine. `memory` is in bytes; `gpu` stays None: these benchmarks use none."""
+    """This machine. `memory` is in bytes; `gpu` is for the benchmarks to say that use one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

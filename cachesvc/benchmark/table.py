@@ -57,7 +57,7 @@ def rows(run: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _title(run: Mapping[str, Any]) -> str:
     host = run["host"]
-    memory = decimal(host["memory"])
+    memory = decimal(host["memory"]) + (f", {host['gpu']}" if host.get("gpu") else "")
     return f"{run['benchmark']}, {run['when']}: {host['cpu']}, {host['cores']} cores, {memory}, Linux {host['kernel']}"
 
 

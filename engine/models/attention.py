@@ -7,11 +7,12 @@ fixed positions, so that a query adds up the same numbers in the same order howe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from cachesvc.engine.models.base import FlatBatch, SequenceSpan
 from cachesvc.engine.models.linear import rowwise
@@ -103,6 +104,8 @@ class Attention:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self._batch.invariant:
             return _blockwise(q, first, keys, scale, sinks)
+        if q.device.type != "cpu" and sinks is None and _is_causal(first, len(q), keys):
+            return attend_fused(q, keys[0].k, keys[0].v, scale)
         mask = self._mask(index, first, q, keys)
         return _dense(q, keys, mask, scale, sinks)
 
@@ -124,6 +127,23 @@ def _visible(keys: Keys, ends: Tensor, positions: Tensor) -> Tensor:
     """bool [rows, keys]."""
     seen = (ends <= positions[:, None]) & (ends >= keys.first)
     return seen if keys.window is None else seen & (ends > positions[:, None] - keys.window)
+
+
+def _is_causal(first: int, rows: int, keys: Sequence[Keys]) -> bool:
+    """Whether each of several rows sees all keys up to its own, which are one a token and end with the last row."""
+    if rows == 1 or len(keys) != 1:
+        return False
+    one = keys[0]
+    return one.window is None and one.step == 1 and one.first <= one.start and one.start + len(one.k) == first + rows
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """q [rows, heads, head_dim], the last rows of a causal square over k and v [n, kv_heads, ...] -> [rows, heads *
+    value_dim], with kernels that need no mask in memory, as devices have them."""
+    rows, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    mask: Any = causal_lower_right(len(q), k.shape[2])
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _dense(q: Tensor, keys: Sequence[Keys], mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from cachesvc.connector.errors import CacheError, Unreachable
 from cachesvc.connector.memory import FailedKeys, KnownKeys
 from cachesvc.connector.options import CacheOptions
 from cachesvc.connector.passes import Answer, Lease, Pass
-from cachesvc.connector.staging import Saver
+from cachesvc.connector.staging import HostStaging, Saver
 from cachesvc.connector.stats import Counters
 from cachesvc.connector.storing import Stored
 from cachesvc.connector.workers import Workers
@@ -188,7 +188,7 @@ def test_every_queued_block_is_accounted_once_and_every_buffer_comes_back(
     daemon: Any = ScriptedDaemon(script)
     counters, known = Counters(), KnownKeys(1000)
     failed = FailedKeys(10, 60.0, lambda: 0.0)
-    saver = Saver(daemon, daemon, known, failed, counters, options, 3, size, lambda keys: None)
+    saver = Saver(daemon, daemon, known, failed, counters, options, 3, size, lambda keys: None, HostStaging(1))
     filled, queued = 0, 0
     for number, wish in enumerate(wishes):
         keys = [bytes([number, i]) * 8 for i in range(wish)]
