@@ -51,7 +51,7 @@ $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
 
 test-vllm: $(VLLM_STAMP)
 	@echo "Real engines, half a minute to start each: 5 to 10 minutes on two cores."
-	$(VLLM)/bin/python -m pytest tests/vllm -o addopts='-q --strict-markers' -o timeout=600 --durations 5
+	$(VLLM)/bin/python -m pytest tests/vllm -m 'not long' -o addopts='-q --strict-markers' -o timeout=600 --durations 5
 
 # Without the package there is nothing to test: the script says so, and ends with 75.
 test-deepinfer test-sglang: test-%: venv

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 from tiny_models import VOCABULARY, make_model
 from vllm_engines import Engine as Process
 
@@ -31,9 +32,9 @@ class VLLM(Driver):
     def open(self, address: str) -> Engine:
         self._opened += 1
         log = self._directory / f"engine{self._opened}.log"
-        return Opened(
-            Process(self._model, address, log, connector=OPTIONS, dtype="float32", max_num_batched_tokens=512)
-        )
+        process = Process(self._model, address, log, connector=OPTIONS, dtype="float32", max_num_batched_tokens=512)
+        process.wait_ready()
+        return Opened(process)
 
 
 class Opened(Engine):
@@ -58,5 +59,6 @@ class Opened(Engine):
         self._process.close()
 
 
+@pytest.mark.long
 def test_every_rule_holds(tmp_path: Path) -> None:
     assert [(result.rule, result.violation) for result in check(VLLM(tmp_path), tmp_path) if result.violation] == []
