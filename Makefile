@@ -57,7 +57,7 @@ test-vllm: $(VLLM_STAMP)
 test-deepinfer test-sglang: test-%: venv
 	@$(BIN)/python tests/engine_environments.py $* .venv-$* || { code=$$?; [ $$code = 75 ] && exit 0; exit $$code; }; \
 	if [ -e .venv-$*/.installed ]; then \
-	  .venv-$*/bin/python -m pytest tests/$* -o addopts=-q -W ignore::pytest.PytestUnknownMarkWarning -n 2 --durations 5; \
+	  .venv-$*/bin/python -m pytest tests/$* -m 'not long' -o addopts=-q -W ignore::pytest.PytestUnknownMarkWarning -n 2 --durations 5; \
 	fi
 
 # mypy does not see through the folder mapping of an editable install: check the installed tree.

@@ -359,6 +359,7 @@ def test_a_layout_from_the_published_sizes_of_v41_flash() -> None:
     assert payload_bytes_of(layout, 1 << 20, BLOCK_TOKENS) == 113_920 == 890 * BLOCK_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_schedules(part: int, shared_daemon: Daemon) -> None:
