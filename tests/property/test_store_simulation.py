@@ -53,6 +53,8 @@ class Block:
     acknowledged: bool = False
     used: float = NEVER
     traffic_class: str = "agent"
+    saved: float = NEVER
+    """When it was written first: what is left of its uses when the index is deleted."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -117,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         now = self.clock.now()
         for slot in slots:
-            self.blocks[slot.identity] = Block(now if durable else NEVER, True, now, name)
+            self.blocks[slot.identity] = Block(now if durable else NEVER, True, now, name, now)
 
     @rule(first=st.integers(0, len(POOL) - 1), count=st.integers(1, 8), chat=st.booleans())
     def use(self, first: int, count: int, chat: bool) -> None:
@@ -206,6 +208,8 @@ class StoreMachine(RuleBasedStateMachine):
         old, self.files.broken = self.store, 0
         if index == "deleted":
             shutil.rmtree(target / "index", ignore_errors=True)
+            for block in self.blocks.values():
+                block.kept_from = min(block.kept_from, block.saved)
         self.number += 1
         with self.others():
             old.close()
