@@ -11,6 +11,8 @@ STAMP  := $(VENV)/.installed
 # No model or data set is fetched at run time. Torch's threads wait without spinning, so that processes can share cores.
 export HF_HUB_OFFLINE := 1
 export OMP_WAIT_POLICY := PASSIVE
+# Hundreds of processes are started, which must not compile what they import each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 # vLLM pins its own torch. Its CPU wheel brings torchvision and torchaudio, which do not load beside the CPU torch.
 VLLM       := .venv-vllm

@@ -19,7 +19,7 @@ link          attached or not; the only thread that connects
 breaker       when to leave a daemon alone and when to try it again
 arena         the daemon's shared memory, mapped, and its socket; prefault: its page tables, in the background
 bulk          the TCP stream for payloads that do not go through shared memory
-client        the wire, thinly; errors: what can go wrong on it
+client        the wire, thinly; errors: what can go wrong on it; forks: what gRPC does in a process that forks
 loading       slots, or what arrives, into verified blocks; loader: one load, by whichever way there is
 checkpoints   the state of windows: stored at few positions, restored behind a hit
 staging       the save queue and its thread; storing: a batch into the arena, pipelined

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import grpc
 import xxhash
 
+from cachesvc.connector import forks
 from cachesvc.connector.arena import Arena, ArenaUnavailable, Session, slot_positions
 from cachesvc.connector.bulk import BulkChannel, BulkReplies
 from cachesvc.connector.copying import Copier, PayloadCopier
@@ -413,6 +414,8 @@ class Client:
             if self._closed:
                 raise Unreachable("this client is closed")
             if not self._channels:
+                if not forks.prepare():
+                    raise Unreachable("this process was forked from one that has used the cache: spawn it instead")
                 self._channels = [grpc.insecure_channel(str(self.address), options=_CHANNEL_OPTIONS) for _ in range(2)]
                 self._stubs = [CacheStub(channel) for channel in self._channels]
             return self._stubs

@@ -38,7 +38,7 @@ class PrefixCache(BasePrefixCache):
     """Asks the daemon at `address` (default: ``CACHESVC_ADDRESS``, else the user's own daemon).
 
     The constructor neither waits nor needs a daemon: until one answers, and whenever it does not, there are no hits.
-    A process forked from this one has no cache in this object; let it make its own.
+    A process forked from one that has used a cache has none, here or in an object of its own: spawn it instead.
     Raises `ValueError` for a malformed address or sizes that make no sense.
     """
 

@@ -166,19 +166,19 @@ class Recorder:
 
     def _append(self, lines: list[str]) -> int:
         """Writes as many of the lines as there is room for in one file, at least one; says how many. All or none."""
-        target = self._target()
-        size = target.stat().st_size
-        room, part = self.budget // _FILES - size, list[bytes]()
+        target, room = self._target(len(lines[0].encode()) + 1)
+        size, part = target.stat().st_size, list[bytes]()
         for line in lines:
-            if part and room <= 0:
+            content = line.encode() + b"\n"
+            if part and room < len(content):
                 break
-            part.append(line.encode() + b"\n")
-            room -= len(part[-1])
+            part.append(content)
+            room -= len(content)
         try:
             with target.open("ab", buffering=0) as file:
-                content = memoryview(b"".join(part))
-                while content:
-                    content = content[file.write(content) :]
+                rest = memoryview(b"".join(part))
+                while rest:
+                    rest = rest[file.write(rest) :]
         except OSError:
             self._file = None  # what comes next must not stand behind half a line
             os.truncate(target, size)
@@ -201,19 +201,26 @@ class Recorder:
     def _digest(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, digest_size=KEY_BYTES, key=self._salt).digest()
 
-    def _target(self) -> Path:
-        """The file to append to: the next one when it is full, and then the oldest goes if they are too many."""
-        if self._file is None or self._file.stat().st_size > self.budget // _FILES:
-            number = 1 + max((int(path.stem) for path in self._files()), default=0)
-            path = self.path / f"{number:08d}.jsonl"
-            write_atomically(path, json.dumps(HEADER).encode() + b"\n")
-            self._file = path
-            files = self._files()
-            sizes = [path.stat().st_size for path in files]
-            for i, path in enumerate(files[:-1]):
-                if sum(sizes[i:]) + self.budget // _FILES > self.budget:
-                    path.unlink()
-        return self._file
+    def _target(self, needed: int) -> tuple[Path, int]:
+        """The file to append a line of `needed` bytes to, and the bytes that it has room for.
+
+        When the line does not fit it is the next file, and the oldest go until that one fits into the budget.
+        """
+        share = self.budget // _FILES
+        if self._file is not None and (room := share - self._file.stat().st_size) >= needed:
+            return self._file, room
+        self._file = None  # it may be one of those that go
+        header = json.dumps(HEADER).encode() + b"\n"
+        files = self._files()
+        sizes = [path.stat().st_size for path in files]
+        for i, path in enumerate(files):
+            if sum(sizes[i:]) + max(share, len(header) + needed) > self.budget:
+                path.unlink()
+        number = 1 + max((int(path.stem) for path in files), default=0)
+        path = self.path / f"{number:08d}.jsonl"
+        write_atomically(path, header)
+        self._file = path
+        return path, share - len(header)
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.path.glob("*.jsonl") if path.stem.isdecimal())

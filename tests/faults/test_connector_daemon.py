@@ -398,14 +398,16 @@ def test_an_engine_that_never_closes_its_cache_still_ends(daemon: Daemon, state:
 
 def child_work(address: str, namespace: Namespace, results: Any) -> None:
     cache = PrefixCache(namespace, SIZE, address=address, options=OPTIONS)
-    ready = cache.ready(BOUND)
-    p, _ = run(cache)
+    ready = cache.ready(BOUND if multiprocessing.get_start_method() == "spawn" else 1)
+    p, _ = run(cache, flush=ready)
     cache.close()
     results.put((ready, p.loaded_tokens))
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_child_process_makes_its_own(daemon: Daemon, make_cache: Make, namespace: Namespace, method: str) -> None:
+@pytest.mark.parametrize(("method", "own"), [("spawn", True), ("fork", False)])
+def test_a_spawned_child_makes_its_own_cache_and_a_forked_one_has_none(
+    daemon: Daemon, make_cache: Make, namespace: Namespace, method: str, own: bool
+) -> None:
     cache = make_cache(daemon)
     assert cache.ready(BOUND)
     run(cache)
@@ -414,10 +416,36 @@ def test_a_child_process_makes_its_own(daemon: Daemon, make_cache: Make, namespa
     child = context.Process(target=child_work, args=(daemon.address, namespace, results))
     child.start()
     assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS, "the parent goes on"
-    assert results.get(timeout=60) == (True, BLOCKS * BLOCK_TOKENS)
+    assert results.get(timeout=60) == (own, BLOCKS * BLOCK_TOKENS if own else 0)
     child.join(BOUND)
     assert child.exitcode == 0
     assert run(cache)[0].loaded_tokens == BLOCKS * BLOCK_TOKENS
+
+
+def test_an_engine_may_fork_at_any_time(daemon: Daemon, make_cache: Make) -> None:
+    """gRPC's own handlers would wait for its threads, with Python's lock held, and say so."""
+    program = (
+        "import os, sys, threading\n"
+        "from cachesvc.connector import PrefixCache\n"
+        "from cachesvc.keys import Namespace\n"
+        "cache = PrefixCache(Namespace('m', 'r', 'float32'), 4096, address=sys.argv[1])\n"
+        "assert cache.ready(20)\n"
+        "def ask():\n"
+        "    for number in range(300):\n"
+        "        cache.finish(cache.match([number] * 300))\n"
+        "threads = [threading.Thread(target=ask) for _ in range(2)]\n"
+        "[thread.start() for thread in threads]\n"
+        "while any(thread.is_alive() for thread in threads):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "cache.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, daemon.address], capture_output=True, text=True, timeout=BOUND * 3, check=True
+    )
+    assert "fork" not in done.stderr
 
 
 def test_in_a_forked_child_the_parents_cache_is_off(daemon: Daemon, make_cache: Make) -> None:
