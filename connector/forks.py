@@ -1,5 +1,5 @@
-"""gRPC in a process that forks. By itself gRPC waits before each fork until none of its threads is at work (and since
-1.8x it waits without end, grpc/grpc#41759), with Python's lock held: a fork of the engine, whatever it is for, may hang.
+"""gRPC in a process that forks. By itself gRPC waits before each fork until none of its threads is at work, with
+Python's lock held (grpc/grpc#41759): a fork of the engine, whatever it is for, may hang.
 
 So that is switched off, unless the engine has set it. The price: a process forked from one that has used the cache
 cannot speak gRPC, and has no cache. One that was spawned has.

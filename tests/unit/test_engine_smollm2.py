@@ -25,7 +25,7 @@ QUESTIONS = [
 ]
 
 # The first use on a machine converts the model.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

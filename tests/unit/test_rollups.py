@@ -119,6 +119,7 @@ def test_the_byte_budget_holds_but_for_the_newest_day(tmp_path: Path) -> None:
     assert len(sizes) > 1 and sum(sizes) <= 600 + sizes[-1]
 
 
+@pytest.mark.long
 def test_a_busy_day_stays_within_the_budget_and_loses_its_oldest_part(tmp_path: Path) -> None:
     rollups, counted = Rollups(tmp_path, budget=8_000), Counted()
     for half in range(400):

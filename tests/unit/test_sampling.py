@@ -46,7 +46,7 @@ def test_the_first_block_of_every_prompt_is_exact_from_the_start() -> None:
     assert first.keys == [7 << 5 | EXACT]
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "s3fifo", "infinite"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", pytest.param("s3fifo", marks=pytest.mark.long), "infinite"])
 @pytest.mark.parametrize("ttl", [None, TTL("", plain=400.0), TTL("", plain=400.0, sliding=False)])
 def test_the_estimate_is_as_near_as_it_says(policy: str, ttl: TTL | None) -> None:
     requests = traffic(6_000)
