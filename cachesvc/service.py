@@ -7,7 +7,6 @@ arena: they are told slot positions instead of being sent bytes.
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
 import threading
@@ -18,8 +17,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Final
 
-from cachesvc import __version__
-from cachesvc.accounting import HIT, LOADED, MISS, UNCOUNTED, Pass, Row, RowKey, by_prefix
+from cachesvc.accounting import UNCOUNTED, Pass, RowKey
 from cachesvc.arena.arena import NO_SLOT, Slot, SlotState, pack_positions
 from cachesvc.attachments import Attachments
 from cachesvc.classes import TrafficClass, TrafficClasses
@@ -32,7 +30,6 @@ from cachesvc.leases import LeaseTable, ReadLease, Session, WriteLease, put_chun
 from cachesvc.limits import (
     DEFAULT_RECORD_BYTES,
     MAX_CHUNK_BYTES,
-    MAX_HISTORY_BUCKETS,
     MAX_KEYS,
     MAX_LEASE_SECONDS,
     MAX_LOAD_WAIT_MS,
@@ -41,7 +38,7 @@ from cachesvc.limits import (
 from cachesvc.observer import Observer
 from cachesvc.promoter import Hold
 from cachesvc.record import checksum
-from cachesvc.rollups import MINUTE
+from cachesvc.reports import add_lookups, add_store, history, record
 from cachesvc.rpc import cache_pb2 as pb
 from cachesvc.rpc.bulk import MAX_HEADS
 from cachesvc.store import Store
@@ -439,78 +436,30 @@ class Service:
 
     def report(self, request: pb.ReportRequest) -> pb.ReportReply:
         del request
-        store = self.store
-        census = store.catalog.census()
         with self._lock:
             staged = sum(
-                s.payload_bytes
+                slot.payload_bytes
                 for lease in self._writes.leases()
-                for s in (*lease.staged.values(), *lease.filling.values())
+                for slot in (*lease.staged.values(), *lease.filling.values())
             )
         reply = pb.ReportReply(
             boot_id=self.boot_id,
-            version=__version__,
             uptime_seconds=self._clock.monotonic() - self._started,
-            store_bytes=store.disk.bytes_used,
-            store_budget_bytes=store.disk.budget,
-            segments=store.disk.segments,
-            blocks=len(store.catalog),
             read_leases=len(self._reads),
             write_leases=len(self._writes),
             staged_bytes=staged,
             attachments=len(self._attachments),
-            events=dict(store.events + self.events + self.observer.events),
-            health=store.disk.health,
-            store_path=str(store.disk.path),
-            arena_bytes=store.arena.memory.size,
-            arena_used_bytes=store.arena.bytes_used,
-            arena_dirty_bytes=store.arena.bytes_unflushed,
-            dead_bytes=store.disk.dead_bytes,
-            write_amplification=store.disk.write_amplification,
+            events=dict(self.store.events + self.events + self.observer.events),
         )
-        for key, row in self.accounting.rows():
-            reply.lookups.append(_lookup_row(key, row))
-        for traffic_class in self._classes:
-            count, size = census.get(traffic_class.name, (0, 0))
-            reply.classes.add(
-                traffic_class=traffic_class.name, ttl_seconds=int(traffic_class.ttl), blocks=count, payload_bytes=size
-            )
+        add_store(reply, self.store, self._classes)
+        add_lookups(reply, self.accounting)
         return reply
 
     def history(self, request: pb.HistoryRequest) -> Iterator[pb.HistoryBucket]:
-        width = request.bucket_seconds
-        if width % MINUTE:
-            raise InvalidCall(f"bucket_seconds {width} is not a multiple of {MINUTE}")
-        until = request.until or math.inf
-        if not 0 <= request.since <= until:
-            raise InvalidCall(f"since {request.since} and until {request.until} are no span of time")
-        buckets = self.observer.history(request.since, until, width)
-        if len(buckets) > MAX_HISTORY_BUCKETS:
-            raise InvalidCall(f"{len(buckets)} buckets; the limit is {MAX_HISTORY_BUCKETS}: ask for wider ones")
-        for start, counts in buckets.items():
-            rows = [
-                pb.HistoryRow(traffic_class=key.traffic_class, model=key.model, tenant=key.tenant, counts=row)
-                for key, row in counts.rows.items()
-            ]
-            yield pb.HistoryBucket(start=start, rows=rows, counts=counts.other, store=counts.store)
+        return history(self.observer, request)
 
     def record(self, request: pb.RecordRequest) -> pb.RecordReply:
-        if request.change not in pb.Recording.values():
-            raise InvalidCall(f"change is {request.change}, which is no Recording")
-        recorder = self.observer.recorder
-        try:
-            if request.change != pb.Recording.RECORDING_UNCHANGED:
-                self.observer.record(on=request.change == pb.Recording.RECORDING_ON)
-        except OSError as error:
-            raise InvalidCall(f"cannot record into {recorder.path}: {error.strerror}") from error
-        return pb.RecordReply(
-            boot_id=self.boot_id,
-            on=self.observer.recording,
-            path=str(recorder.path),
-            bytes=recorder.size,
-            budget_bytes=recorder.budget,
-            lost_events=recorder.lost,
-        )
+        return record(self.observer, request, self.boot_id)
 
     def close(self) -> None:
         """Ends all leases, so that everything is counted, and keeps the counts."""
@@ -685,21 +634,3 @@ def _count_keys(packed: bytes) -> int:
     if count > MAX_KEYS:
         raise InvalidCall(f"{count} keys are asked; the limit is {MAX_KEYS}")
     return count
-
-
-def _lookup_row(key: RowKey, row: Row) -> pb.LookupRow:
-    return pb.LookupRow(
-        traffic_class=key.traffic_class,
-        model=key.model,
-        tenant=key.tenant,
-        passes=row["passes"],
-        input_tokens=row["input"],
-        local_tokens=row["local"],
-        pending_tokens=row["pending"],
-        hit_tokens=by_prefix(row.items(), HIT),
-        miss_tokens=by_prefix(row.items(), MISS),
-        new_tokens=row["new"],
-        loaded_bytes=sum(by_prefix(row.items(), LOADED).values()),
-        stored_blocks=row["stored_blocks"],
-        stored_bytes=row["stored_bytes"],
-    )

@@ -42,6 +42,8 @@ def version() -> None:
 
 def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
+    if arguments[0] in ("--version", "-V"):
+        arguments = ["version"]
     try:
         try:
             code = make_app(arguments)(arguments, standalone_mode=False)
