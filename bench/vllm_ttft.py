@@ -3,7 +3,9 @@
 usage: .venv-vllm/bin/python bench/vllm_ttft.py [--quick] [--json]        (`make test-vllm` makes the environment)
 
 Three engine processes share the machine, and wait while another one is timed: one without a connector, one that
-computes and saves, one that has computed nothing itself and loads.
+computes and saves, one that has computed nothing itself and loads. Two more do the same by a connector of vLLM's own.
+Everything in float32 unless told otherwise: what is computed behind a hit is a batch of another shape than a whole
+prompt, and bfloat16's rounding alone may then turn a greedy token over.
 """
 
 from __future__ import annotations
@@ -51,19 +53,22 @@ class Words:
         return (start + self._tokens[at : at + tokens])[:tokens]
 
 
-def measure(run: Run, model: Path, *, quick: bool) -> None:
+def measure(run: Run, model: Path, dtype: str, *, quick: bool) -> None:
     words = Words(model)
+    count = 3 if quick else 10
     with tempfile.TemporaryDirectory() as logs, DaemonProcess(1 << 30) as daemon:
         at = Path(logs)
         with (
-            Engine(model, None, at / "none", enable_prefix_caching=True) as none,  # its own cache: see `first_tokens`
-            Engine(model, daemon.address, at / "saves") as saves,
-            Engine(model, daemon.address, at / "loads", environment={"PYTHONHASHSEED": "7"}) as loads,
+            # Its own cache: see `first_tokens`.
+            Engine(model, None, at / "none", enable_prefix_caching=True, dtype=dtype) as none,
+            Engine(model, daemon.address, at / "saves", dtype=dtype) as saves,
+            Engine(model, daemon.address, at / "loads", environment={"PYTHONHASHSEED": "7"}, dtype=dtype) as loads,
         ):
             for engine in (none, saves, loads):
                 engine.wait_ready()
                 engine.run(words.prompt(PROMPT_TOKENS), max_tokens=2)
-            first_tokens(run, words, none, saves, loads, prompts=3 if quick else 10)
+            first_tokens(run, words, none, saves, loads, prompts=count)
+            example_connector(run, words, model, dtype, at, saves, loads, prompts=count)
             throughput(run, "nothing to hit", 0.97, words, none, loads, rounds=1 if quick else 3)
             os.kill(daemon.pid, signal.SIGSTOP)
             try:
@@ -74,9 +79,7 @@ def measure(run: Run, model: Path, *, quick: bool) -> None:
 
 
 def first_tokens(run: Run, words: Words, none: Engine, saves: Engine, loads: Engine, *, prompts: int) -> None:
-    """Greedy tokens are compared with a cold run, and with a hit in vLLM's own cache: what is computed behind a hit is
-    a batch of another shape than a cold prompt, and in bfloat16 that alone may turn a token over.
-    """
+    """Greedy tokens are compared with a cold run, and with a hit in vLLM's own cache."""
     params = {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS, "prompts": prompts}
     without, after, hits, same, same_as_own = [], [], [], 0, 0
     for _ in range(prompts):
@@ -102,6 +105,48 @@ def first_tokens(run: Run, words: Words, none: Engine, saves: Engine, loads: Eng
             "… as after a hit in vLLM's own cache", params, same_as_own, (same_as_own, same_as_own), "", target=prompts
         ),
     ]
+
+
+def example_connector(
+    run: Run, words: Words, model: Path, dtype: str, at: Path, saves: Engine, loads: Engine, *, prompts: int
+) -> None:
+    """A hit of ours beside one of vLLM's `ExampleConnector`, which keeps a prompt's KV in files, in turns."""
+    config = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(at / "example")},
+    }
+    ours, theirs = [], []
+    try:
+        with (
+            Engine(model, None, at / "example saves", dtype=dtype, kv_transfer_config=config) as their_saves,
+            Engine(model, None, at / "example loads", dtype=dtype, kv_transfer_config=config) as their_loads,
+        ):
+            for engine in (their_saves, their_loads):
+                engine.wait_ready()
+                engine.run(words.prompt(PROMPT_TOKENS), max_tokens=2)
+            for _ in range(prompts):
+                prompt = words.prompt(PROMPT_TOKENS)
+                saves.run(prompt, max_tokens=1)
+                their_saves.run(prompt, max_tokens=1)
+                time.sleep(0.5)
+                ours.append(loads.run(prompt, max_tokens=2)[0]["ttft"])
+                theirs.append(their_loads.run(prompt, max_tokens=2)[0]["ttft"])
+    except AssertionError as error:
+        run.skipped["ExampleConnector"] = str(error).splitlines()[-1][-200:]
+        return
+    run.results.append(
+        Result(
+            "TTFT after a hit, beside ExampleConnector's",
+            {"prompt_tokens": PROMPT_TOKENS, "prompts": prompts},
+            statistics.median(ours),
+            _spread(ours),
+            "s",
+            Baseline("ExampleConnector", statistics.median(theirs)),
+            1.0,
+            at_most=True,
+        )
+    )
 
 
 def throughput(run: Run, name: str, target: float, words: Words, none: Engine, with_: Engine, *, rounds: int) -> None:
@@ -139,14 +184,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer prompts and rounds")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--model", type=Path, help="a checkpoint; by default SmolLM2, converted once")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
     model = arguments.model
     if model is None:
         from cachesvc.engine.convert import ensure_model
 
         model = ensure_model()
-    run = Run("vllm_ttft", {"model": model.name, "quick": arguments.quick})
-    measure(run, model, quick=arguments.quick)
+    run = Run("vllm_ttft", {"model": model.name, "dtype": arguments.dtype, "quick": arguments.quick})
+    measure(run, model, arguments.dtype, quick=arguments.quick)
     result: dict[str, Any] = run.to_json()
     if arguments.json:
         print(json.dumps(result, indent=2))
