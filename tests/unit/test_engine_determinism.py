@@ -21,7 +21,6 @@ from cachesvc.engine.request import SamplingParams
 # Importing transformers alone can take a minute on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
-SOME_QUICK = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES[1:])]
 LENGTH, NEW = 700, 8
 BASE = EngineConfig(num_pages=200, page_size=16, max_batch_tokens=1024, batch_invariant=True)
 SEEDED = SamplingParams(temperature=0.8, seed=7, max_new_tokens=NEW, stop_token_ids=())
@@ -55,7 +54,7 @@ def computed(
     return tokens, parts, hit
 
 
-@pytest.mark.parametrize("family", SOME_QUICK)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bits_alone_batched_chunked_cold_and_warm(family: str, tmp_path: Path) -> None:
     model = load_model(make_family(tmp_path, family))
     others = [random_tokens(length, seed=length) for length in (90, 333, 5)]
