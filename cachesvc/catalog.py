@@ -210,6 +210,13 @@ class Catalog:
                     found[cold[index]] = entry
         return found
 
+    def count_fresh(self, segment: Segment) -> int:
+        """Blocks of a segment that have not expired."""
+        with self.lock:
+            rows = self._blocks.live(segment)
+            self._caught_up(rows, segment)
+            return int(np.count_nonzero(~self._blocks.expired(rows, self._clock.now())))
+
     # ---- change --------------------------------------------------------------------------------------------------
 
     def add(self, blocks: Mapping[bytes, Entry]) -> None:

@@ -17,7 +17,7 @@ from cachesvc.disk.health import WriteHealth
 from cachesvc.errors import WriteRefused
 from cachesvc.limits import MAX_OPEN_WRITERS
 from cachesvc.record import Buffer, RecordHead
-from cachesvc.segments.format import SUFFIX, SegmentHead, Shape
+from cachesvc.segments.format import SUFFIX, SegmentHead, Shape, footer_bytes
 from cachesvc.segments.segment import Segment
 from cachesvc.segments.writer import SegmentWriter
 
@@ -36,7 +36,10 @@ class NewBlock:
 
 
 class SegmentFiles:
-    """`segments` by number, and `used`, their bytes, change under the catalog's lock, too."""
+    """`segments` by number, and `used`, their bytes, change under the catalog's lock, too.
+
+    An open segment counts with the footer that it is to have.
+    """
 
     def __init__(
         self,
@@ -100,8 +103,9 @@ class SegmentFiles:
             touched.add(segment)
             writer.append([(head, b.payload) for head, b in zip(heads, part, strict=True)])
             with self._lock:
-                self.used += writer.size - segment.size
-                segment.size = writer.size
+                size = writer.size + footer_bytes(len(writer.records))
+                self.used += size - segment.size
+                segment.size = size
                 oldest = min(block.used for block in part)
                 segment.oldest_use = min(oldest, segment.oldest_use) if segment.records else oldest
                 segment.records = len(writer.records)
@@ -204,7 +208,8 @@ class SegmentFiles:
         )
         writer = SegmentWriter(path, head, self._path)
         self.next_segment += 1
-        segment = Segment(number, path, head, traffic_class, records=0, size=writer.size, sealed=False)
+        size = writer.size + footer_bytes(0)
+        segment = Segment(number, path, head, traffic_class, records=0, size=size, sealed=False)
         with self._lock:
             self.segments[number] = segment
             self.used += segment.size

@@ -36,6 +36,7 @@ from cachesvc.limits import (
     STEP_BYTES,
     WRITE_RETRY_SECONDS,
 )
+from cachesvc.record import PAGE
 from cachesvc.rpc.cache_pb2 import MissReason
 from cachesvc.segments.format import SegmentHead, footer_bytes
 from cachesvc.segments.segment import Segment, page_aligned
@@ -103,10 +104,8 @@ class Reclaimer:
 
         Raises `WriteRefused` when no room can be made.
         """
-        headroom = int(self._files.segment_bytes * MAX_KEPT_SHARE) + footer_bytes(blocks)
-        one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
-        need = one.offset(1) if opens else one.stride
-        while (used := self._bytes_used()) + need + headroom > self._budget or self._catalog.room < blocks:
+        need = self._need(payload_bytes, blocks, opens=opens)
+        while (used := self._bytes_used()) + need > self._budget or self._catalog.room < blocks:
             job = self._job if self._job is not None and self._job.reason is MissReason.EVICTED else self._eviction()
             job = job or self._job
             if job is self._job:
@@ -120,6 +119,25 @@ class Reclaimer:
                 raise WriteRefused(
                     f"store budget of {self._budget} bytes is used up ({used}) by blocks that are being read"
                 )
+
+    def _need(self, payload_bytes: int, blocks: int, *, opens: bool) -> int:
+        """Free bytes with which one more record is written: what an eviction keeps must still find room after it."""
+        one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
+        return (one.offset(1) if opens else one.stride) + footer_bytes(blocks) + self._headroom
+
+    @property
+    def _headroom(self) -> int:
+        return int(self._files.segment_bytes * MAX_KEPT_SHARE)
+
+    def _make_room_to_keep(self, payload_bytes: int, blocks: int, *, opens: bool) -> None:
+        """The same for a block that is written again because its slice is over: its file stays until then."""
+        need = self._need(payload_bytes, blocks, opens=opens)
+        while (used := self._bytes_used()) + need > self._budget or self._catalog.room < blocks:
+            job = self._eviction()
+            while job is not None and self._advance(job):
+                pass
+            if job is None or self._stuck:
+                raise WriteRefused(f"store budget of {self._budget} bytes is used up ({used}): what expires waits")
 
     # ---- for housekeeping ----------------------------------------------------------------------------------------
 
@@ -152,13 +170,30 @@ class Reclaimer:
             if not due:
                 return None
         first = _slice(min(due, key=lambda s: (s.head.slice_end, s.number)))
-        return self._begin([s for s in due if _slice(s) == first][:_MAX_JOB_SEGMENTS], MissReason.EXPIRED)
+        return self._begin(self._fitting([s for s in due if _slice(s) == first]), MissReason.EXPIRED)
+
+    def _fitting(self, files: list[Segment]) -> list[Segment]:
+        """As many of them as leave room for what is kept of them, those that cost the least first; one at least."""
+        kept = {segment.number: self._catalog.count_fresh(segment) for segment in files[:_MAX_JOB_SEGMENTS]}
+        room = self._mark(HIGH_WATER_SEGMENTS) - self._bytes_used()
+        chosen: list[Segment] = []
+        for segment in sorted(files[:_MAX_JOB_SEGMENTS], key=lambda s: (kept[s.number], s.number)):
+            count = kept[segment.number]
+            room -= PAGE + count * segment.head.stride + footer_bytes(count)
+            if chosen and count and room < 0:
+                break
+            chosen.append(segment)
+        return sorted(chosen, key=lambda s: s.number)
 
     def _trim(self) -> _Job | None:
         """The next file to go between the high and the low water mark."""
         water = LOW_WATER_SEGMENTS if self._trimming else HIGH_WATER_SEGMENTS
-        self._trimming = self._bytes_used() > self._budget - int(water * self._files.segment_bytes)
+        self._trimming = self._bytes_used() > self._mark(water)
         return self._eviction() if self._trimming else None
+
+    def _mark(self, segments: float) -> int:
+        """Bytes in use that leave room for so many segments."""
+        return self._budget - int(segments * self._files.segment_bytes)
 
     def _eviction(self) -> _Job | None:
         """One of the files whose blocks were used the longest ago: the first of them that gains enough room."""
@@ -180,13 +215,22 @@ class Reclaimer:
         return best
 
     def _begin(self, segments: list[Segment], reason: MissReason.ValueType) -> _Job:
-        share = 1.0 if reason is MissReason.EXPIRED else MAX_KEPT_SHARE
-        job = _Job(segments, reason, int(share * sum(s.records for s in segments)))
+        records = sum(segment.records for segment in segments)
+        job = _Job(segments, reason, records)
         with self._lock:
             for segment in segments:
                 segment.pins += 1
         job.left.extend(self._wanted(job))
+        if reason is MissReason.EVICTED:
+            stride = segments[0].head.stride
+            job.room = max(0, (int(MAX_KEPT_SHARE * records) * stride - self._bytes_of_files(job)) // stride)
         return job
+
+    def _bytes_of_files(self, job: _Job) -> int:
+        """Headers and footers of the files that are to be opened for it."""
+        shape = job.segments[0].shape
+        keys = {(shape, e.traffic_class.name, e.traffic_class.slice_end(e.used)) for _, e in job.left}
+        return len(keys - self._files.writers.keys()) * (PAGE + footer_bytes(0))
 
     def _seal_one(self) -> bool:
         key = next((key for key, (_, segment) in self._files.writers.items() if not segment.pins), None)
@@ -232,6 +276,7 @@ class Reclaimer:
         """False when the disk refuses."""
         if not self._health.accepts():
             return False
+        make_room = self._make_room_to_keep if job.reason is MissReason.EXPIRED else None
         for traffic_class, group in _by_class(batch).items():
             payloads = page_aligned(job.segments[0].head.payload_bytes, len(group))
             wanted = [Wanted(*split_id(identity), entry) for identity, entry in group]
@@ -241,7 +286,7 @@ class Reclaimer:
                 if total is not None
             ]
             try:
-                job.targets |= self._files.append(group[0][1].shape, traffic_class, blocks, make_room=None)
+                job.targets |= self._files.append(group[0][1].shape, traffic_class, blocks, make_room=make_room)
             except WriteRefused as error:
                 self._health.failed(error)
                 return False

@@ -62,6 +62,30 @@ def test_blocks_used_while_others_are_written_again_are_kept_too(tmp_path: Path)
     bench.store.close()
 
 
+@pytest.mark.parametrize("others", [12, 18])
+def test_blocks_in_use_are_written_again_within_the_budget(tmp_path: Path, others: int) -> None:
+    """All of a slice is still in use when it is over, and there is less room than it takes."""
+    budget = 40 * SEGMENT
+    bench = Bench(tmp_path / "store", budget=budget, rewrite_rate=1 << 20, scrub_rate=0, background=False)
+    prompt = ids(8 * 16)
+    bench.save(prompt)
+    bench.clock.advance(2.5 * DAY)
+    for _ in range(others):
+        bench.save(ids(8), CHAT)
+        bench.settle()
+    for block in prompt:
+        bench.use([block])
+        bench.clock.advance(30)
+    bench.clock.advance(0.7 * DAY)
+    largest = 0
+    while bench.store.maintain() < 1.0:
+        largest = max(largest, sum(path.stat().st_size for path in bench.path.rglob("*") if path.is_file()))
+        bench.clock.advance(0.01)
+    assert largest <= budget
+    assert bench.store.events["rewritten_blocks"] == len(prompt) == bench.matched(prompt)
+    bench.store.close()
+
+
 @pytest.mark.long
 def test_expiring_a_slice_of_10_000_blocks_costs_few_file_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
