@@ -26,7 +26,7 @@ from cachesvc.ghosts import Ghosts
 from cachesvc.histograms import AGES, bucket
 from cachesvc.index.blocks import DiskBlocks, StoredUses, seconds
 from cachesvc.index.prefix import Prefix
-from cachesvc.index.rows import NO_CLASS, TOUCHED, Numbers
+from cachesvc.index.rows import NO_CLASS, RUN, TOUCHED, Numbers
 from cachesvc.index.table import Entry, block_id, words_of
 from cachesvc.limits import MAX_HOT_BLOCKS
 from cachesvc.record import RecordHead
@@ -241,17 +241,25 @@ class Catalog:
         with self.lock:
             self.drop_locked(identity, entry, reason)
 
-    def drop_all(self, segment: Segment, reason: MissReason.ValueType) -> float:
-        """Forgets what lies in a segment, step by step; what has expired by now counts as that. The last use of any."""
-        last_use = -1.0
-        rows = _NO_ROWS
-        while len(rows) or last_use < 0:
+    def drop_all(self, segment: Segment, reason: MissReason.ValueType) -> None:
+        """Forgets what lies in a segment, step by step; what has expired by now counts as that."""
+        left = True
+        while left:
             with self.lock:
                 rows = self._blocks.live(segment)[:_STEP]
-                self._caught_up(rows, segment)
-                last_use = max(last_use, float(self._blocks.rows.used[rows].max(initial=0)))
                 self._drop_rows(rows, reason)
-        return last_use
+                left = len(rows) > 0
+
+    def drop_over(self, segment: Segment, reason: MissReason.ValueType, last_use: float) -> bool:
+        """Forgets what lies in a segment; nothing, if a block has not expired and was used after `last_use`."""
+        with self.lock:
+            rows = self._blocks.live(segment)
+            self._caught_up(rows, segment)
+            fresh = ~self._blocks.expired(rows, self._clock.now())
+            if (fresh & (self._blocks.rows.used[rows] > last_use)).any():
+                return False
+            self._drop_rows(rows, reason)
+            return True
 
     def drop_unused(self, segment: Segment, last_use: float, reason: MissReason.ValueType) -> int:
         """Forgets the blocks of a segment that were used no later than that; how many they were."""
@@ -317,8 +325,8 @@ class Catalog:
 
     @property
     def room(self) -> int:
-        """Blocks that can still be brought to disk."""
-        return self._blocks.rows.room
+        """Blocks that can still be brought to disk, into whichever segment."""
+        return max(0, self._blocks.rows.room - RUN)
 
     @property
     def nbytes(self) -> int:
@@ -417,14 +425,16 @@ class Catalog:
         rows = self._blocks.live(segment)
         return zip(self._caught_up(rows, segment), self._blocks.entries(rows), strict=True)
 
-    def fresh_locked(self, segment: Segment, *, touched: bool) -> list[tuple[bytes, Entry]]:
-        """Those that have not expired; with `touched` only those that were used after they were written there."""
+    def fresh_locked(self, segment: Segment, *, touched: bool) -> tuple[list[tuple[bytes, Entry]], float]:
+        """Those that have not expired; with `touched` only those that were used after they were written there, and the
+        last use of the others (-1: there are none)."""
         rows = self._blocks.live(segment)
         self._caught_up(rows, segment)
         rows = rows[~self._blocks.expired(rows, self._clock.now())]
-        if touched:
-            rows = rows[self._blocks.rows.flags[rows] & TOUCHED > 0]
-        return list(zip(self._blocks.rows.identities(rows), self._blocks.entries(rows), strict=True))
+        again = self._blocks.rows.flags[rows] & TOUCHED > 0 if touched else np.ones(len(rows), np.bool_)
+        last_use = float(self._blocks.rows.used[rows[~again]].max(initial=-1.0))
+        rows = rows[again]
+        return list(zip(self._blocks.rows.identities(rows), self._blocks.entries(rows), strict=True)), last_use
 
     def changed_locked(self, segment: Segment) -> None:
         """The durable index is to know of it."""

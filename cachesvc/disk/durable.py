@@ -37,6 +37,7 @@ class DurableIndex:
         self.grown = 0
         """Bytes that were put into it since it was measured."""
         self._directory = path / "index"
+        self._fresh, self._old = path / "index.new", path / "index.old"
         self._clock = clock
         self._events = events
         self._mend_at = 0.0
@@ -75,18 +76,21 @@ class DurableIndex:
 
     def mend(self, catalog: Catalog) -> None:
         """Writes the index anew from what is in memory: after one failed write RocksDB takes no other."""
-        fresh = self._directory.with_name("index.new")
+        fresh, old = self._fresh, self._old
         self._mend_at = self._clock.monotonic() + WRITE_RETRY_SECONDS
         RocksIndex.destroy(fresh)
+        RocksIndex.destroy(old)
         try:
             index = RocksIndex(fresh)
             for batch in _batches(catalog.all_uses()):
                 index.write(put=batch)
             index.close()
             self.close()
-            RocksIndex.destroy(self._directory)
+            if self._directory.exists():
+                self._directory.rename(old)
             fresh.rename(self._directory)
             self._index = RocksIndex(self._directory)
+            RocksIndex.destroy(old)
         except (IndexDamaged, OSError) as error:
             log.warning("the durable index cannot be written anew yet: %s", error)
             return
@@ -120,6 +124,9 @@ class DurableIndex:
             log.warning("the durable index did not take a write, and is written anew when it can be: %s", error)
 
     def _open(self) -> RocksIndex | None:
+        if not self._directory.exists() and self._fresh.exists():  # a kill while the one was to replace the other
+            self._fresh.rename(self._directory)
+        RocksIndex.destroy(self._old)
         try:
             try:
                 return RocksIndex(self._directory)

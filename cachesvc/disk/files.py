@@ -16,7 +16,7 @@ from cachesvc.clock import Clock
 from cachesvc.disk.health import WriteHealth
 from cachesvc.errors import WriteRefused
 from cachesvc.limits import MAX_OPEN_WRITERS
-from cachesvc.record import Buffer, RecordHead
+from cachesvc.record import PAGE, Buffer, RecordHead, record_bytes
 from cachesvc.segments.format import SUFFIX, SegmentHead, Shape, footer_bytes
 from cachesvc.segments.segment import Segment
 from cachesvc.segments.writer import SegmentWriter
@@ -83,9 +83,10 @@ class SegmentFiles:
         while done < len(blocks):
             key = (shape, traffic_class.name, traffic_class.slice_end(blocks[done].used))
             if make_room is not None:
-                make_room(shape.payload_bytes, len(blocks) - done, opens=key not in self.writers)
+                fit = self._fit(shape, self.writers[key][0].size if key in self.writers else PAGE)
+                make_room(shape.payload_bytes, min(fit, len(blocks) - done), opens=key not in self.writers)
             writer, segment = self._writer(key, traffic_class)
-            room = max(1, (self.segment_bytes - writer.size) // writer.head.stride)
+            room = self._fit(shape, writer.size)
             part = list(takewhile(partial(_in_slice, traffic_class, key[2]), blocks[done : done + room]))
             heads = [
                 RecordHead(
@@ -100,6 +101,8 @@ class SegmentFiles:
                 )
                 for i, b in enumerate(part)
             ]
+            if self._catalog.room < len(part):
+                raise WriteRefused("the index is full")
             touched.add(segment)
             writer.append([(head, b.payload) for head, b in zip(heads, part, strict=True)])
             with self._lock:
@@ -116,6 +119,10 @@ class SegmentFiles:
                 self.seal(key)
             done += len(part)
         return touched
+
+    def _fit(self, shape: Shape, size: int) -> int:
+        """How many more records a segment of that size takes; a fresh one takes any."""
+        return max(1, (self.segment_bytes - size) // record_bytes(shape.payload_bytes))
 
     def seal(self, key: WriterKey) -> None:
         """Seals an open segment. One that the disk does not let be sealed stays as it is, and is tried again."""

@@ -95,14 +95,16 @@ class Opening:
         # The oldest first: names end in the daemon, its start, and a number.
         paths = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"), key=lambda path: path.name)
         progress = Progress(len(paths))
+        unreadable = False
         for path in paths:
             try:
                 read = self._open(path)
             except (ForeignFile, OSError) as error:
                 self._foreign(path, error)
+                unreadable |= isinstance(error, OSError)
                 read = 0
             progress.done(read)
-        if self._known:  # they are gone
+        if self._known and not unreadable:  # their files are gone
             self._durable.forget(self._known)
         self._catalog.settle()
         log.info(
@@ -149,7 +151,7 @@ class Opening:
         if row is None:
             return None
         try:
-            return decode_uses(row, self._classes, head.ttl)
+            return decode_uses(row, self._classes)
         except ValueError as error:
             log.warning("when the blocks of segment %016x were used is not understood: %s", head.tag, error)
             return None

@@ -28,6 +28,7 @@ from cachesvc.disk.files import NewBlock, SegmentFiles
 from cachesvc.disk.health import WriteHealth
 from cachesvc.disk.reading import Reader, Wanted
 from cachesvc.errors import WriteRefused
+from cachesvc.index.rows import RUN
 from cachesvc.index.table import Entry, split_id
 from cachesvc.limits import (
     HIGH_WATER_SEGMENTS,
@@ -61,6 +62,8 @@ class _Job:
     room: int
     """Records that may still be written again."""
     left: deque[Placed] = field(default_factory=deque)
+    last_use: float = -1.0
+    """Of the blocks that are to go."""
     tried: set[bytes] = field(default_factory=set)
     targets: set[Segment] = field(default_factory=set)
     """Where what was kept lies now."""
@@ -93,14 +96,15 @@ class Reclaimer:
         self._lock = catalog.lock
         self._job: _Job | None = None
         self._trimming = False
-        self._pause_until = 0.0
+        self._later: dict[int, float] = {}
+        """Segments that could not go, and when that is tried again (monotonic seconds)."""
         self._stuck = False
         """A file could not be removed."""
 
     # ---- for writers ---------------------------------------------------------------------------------------------
 
     def make_room(self, payload_bytes: int, blocks: int, *, opens: bool) -> None:
-        """Drops the oldest segments until one more record fits; writing kept blocks again has room of its own.
+        """Drops the oldest segments until so many records fit; writing kept blocks again has room of its own.
 
         Raises `WriteRefused` when no room can be made.
         """
@@ -121,13 +125,10 @@ class Reclaimer:
                 )
 
     def _need(self, payload_bytes: int, blocks: int, *, opens: bool) -> int:
-        """Free bytes with which one more record is written: what an eviction keeps must still find room after it."""
-        one = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
-        return (one.offset(1) if opens else one.stride) + footer_bytes(blocks) + self._headroom
-
-    @property
-    def _headroom(self) -> int:
-        return int(self._files.segment_bytes * MAX_KEPT_SHARE)
+        """Free bytes with which records are written: what an eviction keeps must still find room after them."""
+        head = SegmentHead("", payload_bytes, "", 0, 0, 0, 0)
+        records = head.offset(blocks) if opens else blocks * head.stride
+        return records + footer_bytes(blocks) + int(self._files.segment_bytes * MAX_KEPT_SHARE)
 
     def _make_room_to_keep(self, payload_bytes: int, blocks: int, *, opens: bool) -> None:
         """The same for a block that is written again because its slice is over: its file stays until then."""
@@ -144,8 +145,6 @@ class Reclaimer:
     def step(self) -> int | None:
         """One bounded piece of work: bytes that were written again, or None when there is nothing to do now."""
         if self._job is None:
-            if self._clock.monotonic() < self._pause_until:
-                return None
             self._job = self._expiry() or self._trim()
         if self._job is None:
             return None
@@ -166,7 +165,7 @@ class Reclaimer:
         """The files of the first slice that is over."""
         now = self._clock.now()
         with self._lock:
-            due = [s for s in self._files.segments.values() if s.head.slice_end <= now and not s.pins]
+            due = [s for s in self._files.segments.values() if s.head.slice_end <= now and self._may_go(s)]
             if not due:
                 return None
         first = _slice(min(due, key=lambda s: (s.head.slice_end, s.number)))
@@ -196,23 +195,37 @@ class Reclaimer:
         return self._budget - int(segments * self._files.segment_bytes)
 
     def _eviction(self) -> _Job | None:
-        """One of the files whose blocks were used the longest ago: the first of them that gains enough room."""
+        """One of the files whose blocks were used the longest ago: the first of them that gains enough room.
+
+        While the disk takes no writes, one of which nothing is to be kept.
+        """
         with self._lock:
             writing = {segment.number for _, segment in self._files.writers.values()}
-            idle = [s for s in self._files.segments.values() if not s.pins and s.number not in writing]
+            idle = [s for s in self._files.segments.values() if self._may_go(s) and s.number not in writing]
+        writable = self._health.accepts()
         best: _Job | None = None
-        for segment in heapq.nsmallest(_CANDIDATES, idle, key=lambda s: (s.oldest_use, s.number)):
+        for segment in heapq.nsmallest(
+            _CANDIDATES if writable else len(idle), idle, key=lambda s: (s.oldest_use, s.number)
+        ):
             job = self._begin([segment], MissReason.EVICTED)
             if best is None or len(job.left) < len(best.left):
                 best, job = job, best
             if job is not None:
                 self._release(job)
-            if len(best.left) <= MAX_KEPT_SHARE * segment.records:
+            if len(best.left) <= (MAX_KEPT_SHARE * segment.records if writable else 0):
                 break
+        if best is not None and best.left and not writable:
+            self._release(best)
+            return None
         if best is not None and len(best.left) > best.room:  # all are in use: the less recently used half of one goes
-            order = sorted(range(len(best.left)), key=lambda i: (-best.left[i][1].used, i))[: best.room]
-            best.left = deque(best.left[i] for i in sorted(order))
+            order = sorted(range(len(best.left)), key=lambda i: (-best.left[i][1].used, i))
+            best.last_use = max(best.last_use, best.left[order[best.room]][1].used)
+            best.left = deque(best.left[i] for i in sorted(order[: best.room]))
         return best
+
+    def _may_go(self, segment: Segment) -> bool:
+        """Nobody reads it, and it could not be held back just now."""
+        return not segment.pins and self._later.get(segment.number, 0.0) <= self._clock.monotonic()
 
     def _begin(self, segments: list[Segment], reason: MissReason.ValueType) -> _Job:
         records = sum(segment.records for segment in segments)
@@ -220,17 +233,18 @@ class Reclaimer:
         with self._lock:
             for segment in segments:
                 segment.pins += 1
-        job.left.extend(self._wanted(job))
+        fresh, job.last_use = self._fresh(job)
+        job.left.extend(_used_after(job.last_use, fresh))
         if reason is MissReason.EVICTED:
-            stride = segments[0].head.stride
-            job.room = max(0, (int(MAX_KEPT_SHARE * records) * stride - self._bytes_of_files(job)) // stride)
+            stride, files = segments[0].head.stride, self._files_of(job)
+            room = int(MAX_KEPT_SHARE * records) * stride - files * (PAGE + footer_bytes(0))
+            room //= stride + footer_bytes(1) - footer_bytes(0)
+            job.room = max(0, min(room, self._catalog.room - files * RUN))
         return job
 
-    def _bytes_of_files(self, job: _Job) -> int:
-        """Headers and footers of the files that are to be opened for it."""
-        shape = job.segments[0].shape
-        keys = {(shape, e.traffic_class.name, e.traffic_class.slice_end(e.used)) for _, e in job.left}
-        return len(keys - self._files.writers.keys()) * (PAGE + footer_bytes(0))
+    def _files_of(self, job: _Job) -> int:
+        """How many files are opened for what it keeps, at most: one for each class and slice."""
+        return len({(e.traffic_class.name, e.traffic_class.slice_end(e.used)) for _, e in job.left})
 
     def _seal_one(self) -> bool:
         key = next((key for key, (_, segment) in self._files.writers.items() if not segment.pins), None)
@@ -238,14 +252,17 @@ class Reclaimer:
             self._files.seal(key)
         return key is not None
 
-    def _wanted(self, job: _Job) -> list[Placed]:
-        """What is to be written again, in prefix order: for expiry all that is fresh, for room what was used since."""
+    def _fresh(self, job: _Job) -> tuple[list[Placed], float]:
+        """What may be written again, in prefix order: for expiry all that is fresh, for room what was used since. And
+        the last use of the others."""
         found: list[Placed] = []
+        last_use = -1.0
         for segment in job.segments:
             with self._lock:  # for one file at a time: look-ups wait for it
-                fresh = self._catalog.fresh_locked(segment, touched=job.reason is not MissReason.EXPIRED)
+                fresh, unused = self._catalog.fresh_locked(segment, touched=job.reason is not MissReason.EXPIRED)
             found += [(identity, entry) for identity, entry in fresh if identity not in job.tried]
-        return found
+            last_use = max(last_use, unused)
+        return found, last_use
 
     # ---- inside: carrying it out ---------------------------------------------------------------------------------
 
@@ -256,20 +273,18 @@ class Reclaimer:
             batch = [job.left.popleft() for _ in range(min(len(job.left), max(1, STEP_BYTES // stride)))]
             job.tried.update(identity for identity, _ in batch)
             job.room -= len(batch)
-            if not self._write_again(job, batch):
-                if job.reason is MissReason.EXPIRED:
-                    self._put_off(job)  # what is still wanted has no other place: a later round tries again
-                    return False
-                job.left.clear()
-            return True
+            if self._write_again(job, batch):
+                return True
+            self._put_off(job)  # what is still wanted has no other place
+            return False
         if self._health.accepts():
-            job.left.extend(self._wanted(job)[: max(0, job.room)])
+            job.left.extend(_used_after(job.last_use, self._fresh(job)[0])[: max(0, job.room)])
         if job.left:
             return True  # used meanwhile
-        if not self._sync(job.targets) and job.reason is MissReason.EXPIRED:
+        if self._sync(job.targets):
+            self._drop(job)
+        else:
             self._put_off(job)
-            return False
-        self._drop(job)
         return False
 
     def _write_again(self, job: _Job, batch: list[Placed]) -> bool:
@@ -306,13 +321,13 @@ class Reclaimer:
 
     def _drop(self, job: _Job) -> None:
         self._release(job)
-        last_use = max(self._catalog.drop_all(segment, job.reason) for segment in job.segments)
+        # A file in which something was used meanwhile, or could not be read just now, stays as it is.
+        over = [s for s in job.segments if self._catalog.drop_over(s, job.reason, job.last_use)]
         with self._lock:  # matched meanwhile: its blocks are gone from the table, the file goes in a later round
-            idle = [segment for segment in job.segments if not segment.pins]
+            idle = [segment for segment in over if not segment.pins]
         gone = [segment for segment in idle if self._unlink(segment.path)]
         self._stuck = len(gone) < len(idle)
-        if self._stuck:
-            self._pause_until = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        self._try_later([s for s in job.segments if s not in over or (s in idle and s not in gone)])
         for segment in gone:
             self._files.forget(segment)
         with self._lock:
@@ -322,8 +337,8 @@ class Reclaimer:
             _remove_directory(job.segments[0].path.parent)
         self._durable.forget([segment.head.tag for segment in gone])
         self._events["reclaimed_segments"] += len(gone)
-        if job.reason is MissReason.EVICTED:
-            self._drop_tails(last_use)
+        if job.reason is MissReason.EVICTED and over:
+            self._drop_tails(job.last_use)
 
     def _drop_tails(self, last_use: float) -> None:
         """Drops what was used no later than what has just gone, in other files: the ends of prefixes that were cut."""
@@ -343,12 +358,22 @@ class Reclaimer:
 
     def _put_off(self, job: _Job) -> None:
         self._release(job)
-        self._pause_until = self._clock.monotonic() + WRITE_RETRY_SECONDS
+        self._try_later(job.segments)
+
+    def _try_later(self, segments: Iterable[Segment]) -> None:
+        now = self._clock.monotonic()
+        self._later = {number: at for number, at in self._later.items() if at > now}
+        self._later.update((segment.number, now + WRITE_RETRY_SECONDS) for segment in segments)
 
     def _release(self, job: _Job) -> None:
         with self._lock:
             for segment in job.segments:
                 segment.pins -= 1
+
+
+def _used_after(last_use: float, blocks: Iterable[Placed]) -> list[Placed]:
+    """Those that do not go with what was used no later than that."""
+    return [(identity, entry) for identity, entry in blocks if entry.used > last_use]
 
 
 def _slice(segment: Segment) -> tuple[str, str, int]:

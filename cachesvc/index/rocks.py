@@ -33,7 +33,7 @@ from cachesvc.index.rows import NO_CLASS
 
 log = logging.getLogger("cachesvc.store")
 
-_VERSION: Final = b"3"
+_VERSION: Final = b"4"
 _TAG: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<HI")
 _UNWRITABLE: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
@@ -133,15 +133,15 @@ class RocksIndex:
 
 
 def encode_uses(uses: StoredUses) -> bytes:
-    names = json.dumps([traffic_class.name for traffic_class in uses.classes]).encode()
-    head = _HEAD.pack(len(names), len(uses.used))
-    return head + names + uses.used.astype("<f8").tobytes() + uses.kinds.tobytes() + uses.flags.tobytes()
+    classes = json.dumps([[traffic_class.name, traffic_class.ttl] for traffic_class in uses.classes]).encode()
+    head = _HEAD.pack(len(classes), len(uses.used))
+    return head + classes + uses.used.astype("<f8").tobytes() + uses.kinds.tobytes() + uses.flags.tobytes()
 
 
-def decode_uses(row: bytes, classes: TrafficClasses, ttl: float) -> StoredUses:
-    """`ttl` (seconds) is taken for classes that are not configured any more. Raises `ValueError`."""
-    names, used, kinds, flags = _split(row)
-    return StoredUses(tuple(classes.of_file(name, ttl) for name in names), used, kinds, flags)
+def decode_uses(row: bytes, classes: TrafficClasses) -> StoredUses:
+    """Classes that are not configured any more have the TTL that they had. Raises `ValueError`."""
+    known, used, kinds, flags = _split(row)
+    return StoredUses(tuple(classes.of_file(name, ttl) for name, ttl in known), used, kinds, flags)
 
 
 def stored_blocks(row: bytes) -> int:
@@ -149,15 +149,15 @@ def stored_blocks(row: bytes) -> int:
     return int(np.count_nonzero(_split(row)[2] != NO_CLASS))
 
 
-def _split(row: bytes) -> tuple[list[str], NDArray[np.float64], NDArray[np.uint8], NDArray[np.uint8]]:
+def _split(row: bytes) -> tuple[list[tuple[str, float]], NDArray[np.float64], NDArray[np.uint8], NDArray[np.uint8]]:
     try:
         length, count = _HEAD.unpack_from(row)
-        names = json.loads(row[_HEAD.size : _HEAD.size + length])
+        classes = json.loads(row[_HEAD.size : _HEAD.size + length])
         numbers = row[_HEAD.size + length :]
         if len(numbers) != 10 * count:
             raise ValueError(f"{len(numbers)} bytes for {count} records")
-        texts = [str(name) for name in names]
+        known = [(str(name), float(ttl)) for name, ttl in classes]
     except (struct.error, TypeError) as error:
         raise ValueError(f"a row is not understood: {error}") from error
     kinds, flags = (np.frombuffer(numbers, np.uint8, count, start * count) for start in (8, 9))
-    return texts, np.frombuffer(numbers, "<f8", count), kinds, flags
+    return known, np.frombuffer(numbers, "<f8", count), kinds, flags

@@ -116,15 +116,18 @@ class CatalogMachine(RuleBasedStateMachine):
         )
         with self.catalog.lock:
             assert [i for i, _ in self.catalog.live_locked(segment)] == sorted(here, key=lambda i: here[i].place)
-            kept = self.catalog.fresh_locked(segment, touched=True)
+            kept, unused = self.catalog.fresh_locked(segment, touched=True)
+        others = [k.used for k in here.values() if k.used <= k.placed and k.expires > now]
+        assert unused == max(others, default=-1)
         assert [identity for identity, _ in kept] == wanted
         for identity, entry in kept:
             self.same(identity, entry)
         if wanted:
             self.write(wanted)
-        last_use = self.catalog.drop_all(segment, MissReason.EVICTED)
-        left = [k.used for k in here.values() if k.place is not None and k.place[0] == segment.number]
-        assert last_use == max(left, default=0)
+        left = [k for k in here.values() if k.place is not None and k.place[0] == segment.number]
+        if fresh := [k.used for k in left if k.expires > now]:
+            assert not self.catalog.drop_over(segment, MissReason.EVICTED, max(fresh) - 1)
+        assert self.catalog.drop_over(segment, MissReason.EVICTED, max(fresh, default=0))
         with self.catalog.lock:
             assert list(self.catalog.live_locked(segment)) == []
             self.catalog.free_locked(segment)
