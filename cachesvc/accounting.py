@@ -166,9 +166,12 @@ class Accounting:
                 left -= counts[HIT + name]
             if used and loaded_blocks >= len(tiers):
                 counts[LOADED + _tier(tiers[-1])] += opened.last_bytes
-            if left:
+            hit = opened.counts["pending"] - left
+            if left < 0:  # a recording without its beginning: the daemon knew of blocks that nobody knows of now
+                missed = next((n for n in opened.counts if n.startswith(MISS) and n != _PARTIAL_TAIL), _PARTIAL_TAIL)
+                counts[missed] = left
+            elif left:
                 counts[_miss(reason)] = left
-            hit = -counts["pending"] - left
             counts[f"depth.{bucket(DEPTHS, hit)}"] = 1
             position = 0
             for age, blocks in opened.ages:

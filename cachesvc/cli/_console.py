@@ -11,8 +11,3 @@ _PIPED_WIDTH = 200
 
 def wide_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, markup=False, emoji=False)
-
-
-def printable(text: str) -> str:
-    """Names come from clients: what a terminal would obey is shown as what it is."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from cachesvc.cli._console import printable, wide_console
+from cachesvc.cli._console import wide_console
+from cachesvc.cli._text import printable
 from cachesvc.errors import TraceError
 from cachesvc.reporting.history import sum_rows, summary
 from cachesvc.trace.formats import events

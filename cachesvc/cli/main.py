@@ -11,6 +11,7 @@ from typing import Any, Final
 import typer
 
 from cachesvc import __version__
+from cachesvc.cli._text import printable
 from cachesvc.errors import CacheError
 
 COMMANDS: Final = ("serve", "config", "report", "record", "replay", "plan", "workload", "status", "fsck", "bench")
@@ -52,13 +53,13 @@ def main() -> None:
         sys.exit(code)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "cachesvc"
-        message = error.format_message().rstrip(".")
-        print(f"{command}: {message}. See {command} --help", file=sys.stderr)
+        message = error.format_message().replace("Value error, ", "").rstrip(".")
+        print(printable(f"{command}: {message}. See {command} --help"), file=sys.stderr)
         sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except CacheError as error:
-        print(f"cachesvc: {error}", file=sys.stderr)
+        print(printable(f"cachesvc: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # whatever is left of those: the output cannot take more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor at the interpreter's end

@@ -17,6 +17,7 @@ from rich.table import Table
 from cachesvc.cli import options
 from cachesvc.cli._console import wide_console
 from cachesvc.cli._recount import RECORDED, print_recount
+from cachesvc.cli._text import printable
 from cachesvc.cli._ttl import check_class, duration, parse_ttls
 from cachesvc.config import parse_size
 from cachesvc.errors import ConfigError
@@ -111,7 +112,7 @@ def replay(
         )
     caches = [Curve()] if curve else simulations(policies, capacities, ttls, size)
     run_replay(_watched(opened, merged(opened, size, gap)), caches, scale)
-    title = f"{', '.join(trace.path.name for trace in opened)} at {size} tokens a block"
+    title = printable(f"{', '.join(trace.path.name for trace in opened)} at {size} tokens a block")
     found = [(cache, rows(cache, sampled=scale > 1)) for cache in caches if isinstance(cache, Simulation)]
     lru = next((cache for cache in caches if isinstance(cache, Curve)), None)
     shown = points(lru, size, sorted({*capacities, *spread_capacities(lru)})) if lru else []

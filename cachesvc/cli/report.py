@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.table import Table
 
 from cachesvc.cli import options
-from cachesvc.cli._console import printable, wide_console
+from cachesvc.cli._console import wide_console
+from cachesvc.cli._text import printable
 from cachesvc.config import parse_duration
 from cachesvc.errors import ConfigError
 from cachesvc.limits import ROLLUP_DAYS
@@ -87,6 +88,8 @@ def span(since: str | None, until: str | None, last: str | None, now: float) -> 
             start = now - parse_duration(last)
         except ValueError as error:
             raise ConfigError(f"--last {error}") from error
+        if start == now:
+            raise ConfigError(f"--last {last} is no time")
     else:
         start = _moment("--since", since) if since is not None else 0.0
     end = _moment("--until", until) if until is not None else math.inf

@@ -101,10 +101,10 @@ def workload(
 
 
 def _write(out: Path, lines: Iterable[str]) -> None:
+    if str(out) == "-":
+        sys.stdout.writelines(lines)
+        return
     try:
-        if str(out) == "-":
-            sys.stdout.writelines(lines)
-            return
         with ExitStack() as stack:
             file: Any = stack.enter_context(out.open("wb"))
             if out.suffix == ".gz":  # without a time or a name inside: the same seed makes the same bytes
@@ -135,7 +135,10 @@ def _play(
             status.update(f"playing … {played.requests:,} requests, {played.hits:,} of {played.input:,} tokens hit")
 
         pace = Pace(real=real, rate=rate, offset_file=offset_file)
-        played = play(requests, str(client_address(address)), pace, *namespace, tell)
+        try:
+            played = play(requests, str(client_address(address)), pace, *namespace, tell)
+        except OSError as error:
+            raise ConfigError(f"--clock-offset-file {offset_file} cannot be written: {error.strerror}") from error
     if as_json:
         print(json.dumps(asdict(played), indent=1))
     else:

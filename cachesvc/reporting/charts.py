@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from cachesvc.accounting import HIT, MISS, by_prefix
+from cachesvc.accounting import by_prefix
 from cachesvc.errors import ConfigError
 from cachesvc.histograms import AGES, DEPTHS, REUSES
 from cachesvc.reporting.history import History, sum_rows, summary
@@ -55,12 +55,12 @@ def hit_rate(history: History) -> Draw:
     def draw(axes: Axes) -> None:
         rows = [summary(sum_rows(counts.rows.values())) for counts in history.buckets.values()]
         times = _times(history)
-        marker = "o" if len(times) < 30 else ""
+        marker = _marker(times)
         axes.plot(times, [r["ceiling_rate"] for r in rows], color=_COLOURS[6], ls="--", marker=marker, label="ceiling")  # type: ignore[arg-type]
         axes.plot(times, [r["hit_rate"] for r in rows], color=_COLOURS[0], marker=marker, label="hit rate")  # type: ignore[arg-type]
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(_percent())
-        axes.legend(loc="lower right")
+        _legend_above(axes)
         _time_axis(axes, history)
 
     return draw
@@ -93,7 +93,7 @@ def shares(history: History, prefix: str) -> Draw:
             below = [b + h for b, h in zip(below, heights, strict=True)]
         axes.yaxis.set_major_formatter(_percent())
         if names:
-            axes.legend(fontsize=9, ncols=2)
+            _legend_above(axes)
         _time_axis(axes, history)
 
     return draw
@@ -107,10 +107,10 @@ def size(history: History) -> Draw:
         times = _times(history)
         for name, label, colour, line in _SIZES:
             gigabytes = [store.get(name, 0) / 1e9 for store in stores]
-            axes.plot(times, gigabytes, color=colour, ls=line, label=label)  # type: ignore[arg-type]
+            axes.plot(times, gigabytes, color=colour, ls=line, marker=_marker(times), label=label)  # type: ignore[arg-type]
         axes.set_ylabel("GB")
         axes.set_ylim(bottom=0)
-        axes.legend()
+        _legend_above(axes)
         _time_axis(axes, history)
 
     return draw
@@ -153,20 +153,32 @@ def _histogram(
 
         axes.bar(range(len(labels)), [counts.get(str(i), 0) for i in range(len(labels))], color=_COLOURS[0])
         if not any(counts.values()):
-            axes.set_ylim(0, 1)
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "none so far", transform=axes.transAxes, ha="center", color="#555555")
         places: dict[float, list[str]] = {}
         for text, place in (marks or {}).items():
             places.setdefault(place, []).append(text)
         for i, (place, texts) in enumerate(sorted(places.items())):
             axes.axvline(place, color=_COLOURS[4], ls=("--", ":", "-.")[i % 3], label=", ".join(texts))
         if places:
-            axes.legend(fontsize=9)
+            _legend_above(axes)
         axes.set_xticks(range(len(labels)), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if any(counts.values()):
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
     return draw
+
+
+def _legend_above(axes: Axes) -> None:
+    """Where it covers nothing."""
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9, ncols=3, frameon=False)
+
+
+def _marker(times: Sequence[datetime]) -> str:
+    """A line of one point is none."""
+    return "o" if len(times) < 30 else ""
 
 
 def _row_counts(history: History, prefix: str) -> dict[str, int]:
@@ -205,6 +217,3 @@ def _duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:g} {unit}"
     return f"{seconds:g} s"
-
-
-__all__ = ["HIT", "MISS", "age", "depth", "hit_rate", "lifetime", "reuse", "shares", "size", "svg"]

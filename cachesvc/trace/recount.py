@@ -48,6 +48,8 @@ class Recount:
                 opened = self._passes.pop(event["pass"], None)
                 if opened is not None:
                     tiers, loaded = base64.b64decode(event["tiers"]), _number(event, "loaded")
+                    if len(tiers) * opened.block_tokens > opened.counts["input"]:
+                        raise ValueError(f"tiers of {len(tiers)} blocks, for {opened.counts['input']} tokens")
                     self.accounting.settle(opened, tiers, loaded, _reason(event))
             case "unreachable":
                 self.asked += _number(event, "tokens")
