@@ -9,7 +9,7 @@ DOUBTED     goes on from before the jump, by the monotonic clock   the clock is 
 ==========  =====================================================  ==================================================
 
 A machine that slept jumps too: then blocks expire that much later. The time of the last run is kept in a small file
-(seconds ‖ space ‖ their xxh3_64 in hex ‖ line feed; a damaged one counts as none), so that a jump over a restart is seen
+(seconds ‖ space ‖ their xxh3_64, hex ‖ line feed; a damaged one counts as none), so that a jump over a restart is seen
 as well. When the store seems to have been closed for longer than `CLOCK_DOWNTIME_SECONDS`, time goes on from the last
 run. When the clock is behind the last run, one of them is wrong: the earlier, the clock's, is told, so that nothing
 expires by the other, and the file stays as it is, until the clock has caught up with it (trusted at once) or has stayed
