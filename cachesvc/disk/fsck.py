@@ -13,7 +13,8 @@ torn_file           it has no whole header: no damage             removed
 foreign_file        no segment, or no header copy is good         none: never deleted, never served
 misplaced_segment   its directory contradicts its header          none
 damaged_namespace   its JSON does not have its directory's digest removed; written again when it is used
-damaged_state       STORE.json is damaged                         written anew
+damaged_state       STORE.json is damaged, or counts too few      written anew; one of another format stays as it is
+                    starts
 damaged_index       it cannot be read                             removed; rebuilt at the next start
 index_mismatch      it lists blocks of a file that is not there   as above
 leftover            a file of a write that was interrupted        removed
@@ -26,7 +27,6 @@ Removing the index forgets uses of blocks since they were written: they may expi
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -50,7 +50,7 @@ from cachesvc.segments.format import (
     footer_bytes,
 )
 from cachesvc.segments.recover import Found, read_head, scan, seal_recovered
-from cachesvc.store_dir import lock_store, next_epoch
+from cachesvc.store_dir import last_epoch, lock_store, next_epoch, read_state
 
 HARMLESS: Final = frozenset({"unsealed_segment", "torn_end", "torn_file", "leftover"})
 """What a crash leaves, and the next start deals with: no damage."""
@@ -147,12 +147,16 @@ class Check:
     def _state(self) -> None:
         target = self._path / "STORE.json"
         try:
-            state = json.loads(target.read_text())
-            sound = isinstance(state["daemon"], str) and int(state["epoch"]) >= 0
-        except (OSError, ValueError, TypeError, KeyError):
-            sound = False
-        if not sound:
+            state = read_state(self._path)
+        except (OSError, ValueError):
             self._found("damaged_state", target, "is missing or not understood", lambda: next_epoch(self._path))
+        else:
+            epoch = last_epoch(self._path, state.daemon)
+            if fault := state.format_fault():
+                self._found("damaged_state", target, fault)
+            elif epoch > state.epoch:
+                text = f"counts {state.epoch} starts, a segment is of start {epoch}"
+                self._found("damaged_state", target, text, lambda: next_epoch(self._path))
         for namespace in sorted(self._path.glob("*/namespace.json")):
             try:
                 digest = hashlib.sha256(namespace.read_bytes()).hexdigest()

@@ -73,6 +73,11 @@ def tear(store: Path) -> None:
     cut(segments(store)[0], PAGE + 5 * STRIDE + 100)
 
 
+def state(store: Path, **changed: object) -> None:
+    target = store / "STORE.json"
+    target.write_text(json.dumps(json.loads(target.read_text()) | changed))
+
+
 def damage_index(store: Path) -> None:
     for path in (store / "index").iterdir():
         path.write_bytes(b"\xff" * 64)
@@ -93,6 +98,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "torn_file": (lambda store: cut(segments(store)[2], 100), True),
     "misplaced_segment": (misplace, False),
     "damaged_state": (lambda store: (store / "STORE.json").write_text("{"), True),
+    "damaged_state ": (lambda store: state(store, epoch=float("inf")), True),
+    "damaged_state  ": (lambda store: state(store, daemon="a/b"), True),
+    "damaged_state   ": (lambda store: state(store, epoch=0), True),
     "damaged_namespace": (lambda store: (segments(store)[0].parents[2] / "namespace.json").write_text("{}"), True),
     "damaged_index": (damage_index, True),
     "index_mismatch": (lose_a_segment, True),
@@ -151,6 +159,20 @@ def test_a_store_that_is_open_or_none_is_one_line(typed: Typed, tmp_path: Path) 
     bench.store.close()
     code, _, err = typed("fsck", tmp_path / "nothing")
     assert code == 5 and "is no store" in err and not (tmp_path / "nothing").exists()
+
+
+def test_another_format_is_said_and_left_alone(typed: Typed, stored: tuple[Path, list[bytes]]) -> None:
+    store, prompt = stored
+    state(store, format=3)
+    for repair in ([], ["--repair"]):
+        code, out, _ = typed("fsck", store, "--json", *repair)
+        found = json.loads(out)
+        assert code == 8 and found["left"] == {"damaged_state": 1}
+        assert "has format 3; this build reads 1: use" in found["findings"][0]["text"]
+    (store / "STORE.json").unlink()  # as it says
+    again = Bench(store, scrub_rate=0)
+    assert all(again.stored(prompt))
+    again.store.close()
 
 
 def test_what_a_kill_left_is_no_damage(typed: Typed, tmp_path: Path) -> None:
