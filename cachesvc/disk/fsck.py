@@ -168,14 +168,14 @@ class Check:
 
     def _segments(self) -> None:
         paths = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"))
-        total = sum(path.stat().st_size for path in paths)
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+        total = sum(sizes)
         done = 0
-        for path in paths:
-            size = path.stat().st_size
+        for path, size in zip(paths, sizes, strict=True):
             try:
                 self._segment(path)
             except ForeignFile as error:
-                if OWN_NAME.fullmatch(path.name) and size < PAGE:
+                if OWN_NAME.fullmatch(path.name) and path.is_file() and size < PAGE:
                     self._found("torn_file", path, f"{size} bytes", path.unlink)
                 else:
                     self._found("foreign_file", path, str(error))

@@ -39,6 +39,8 @@ class Found:
 
 def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
     """Header, file size, and the number of records if a valid footer tail ends the file. Raises as `read_segment`."""
+    if not path.is_file():  # opening a pipe would wait for whoever writes to it
+        raise ForeignFile("is no regular file")
     with path.open("rb", buffering=0) as file:
         try:
             head = decode_head(file.read(PAGE))

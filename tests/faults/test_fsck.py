@@ -87,6 +87,11 @@ def lose_a_segment(store: Path) -> None:
     segments(store)[1].unlink()
 
 
+def beside(store: Path) -> Path:
+    """A file that is called like one of ours."""
+    return segments(store)[0].with_name("01234567-000009-00000001.seg")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "damaged_record": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE + 7), True),
     "damaged_record ": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE - TRAILER_BYTES + 20), True),
@@ -95,6 +100,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "damaged_header": (lambda store: flip(segments(store)[0], 100), True),
     "foreign_file": (lambda store: [flip(segments(store)[0], at) for at in (100, PAGE // 2 + 100)], False),
     "foreign_file ": (lambda store: segments(store)[0].with_name("holiday.seg").write_bytes(b"x" * 9_000), False),
+    "foreign_file  ": (lambda store: os.mkfifo(beside(store)), False),
+    "foreign_file   ": (lambda store: beside(store).symlink_to("nothing"), False),
+    "foreign_file    ": (lambda store: beside(store).mkdir(), False),
     "torn_file": (lambda store: cut(segments(store)[2], 100), True),
     "misplaced_segment": (misplace, False),
     "damaged_state": (lambda store: (store / "STORE.json").write_text("{"), True),
