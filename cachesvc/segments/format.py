@@ -165,6 +165,16 @@ def footer_records(head: SegmentHead, tail: bytes, size: int) -> int | None:
     return int(count)
 
 
+def footer_records_by_size(head: SegmentHead, tail: bytes, size: int) -> int | None:
+    """Number of records of a file that was sealed, but whose tail is damaged; None when it was not.
+
+    It has the size of a sealed one. A crash leaves no such file: what of a footer did not reach the device is not there
+    or zeros, from some page on.
+    """
+    count, rest = divmod(size - PAGE - TAIL_BYTES, head.stride + _ENTRY.size)
+    return count if count >= 0 and not rest and any(tail[: _SUM.size]) and any(tail[-_SUM.size :]) else None
+
+
 def footer_bytes(count: int) -> int:
     return count * _ENTRY.size + TAIL_BYTES
 

@@ -18,6 +18,7 @@ from cachesvc.segments.format import (
     encode_footer,
     footer_bytes,
     footer_records,
+    footer_records_by_size,
 )
 
 
@@ -49,6 +50,13 @@ def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
         return head, size, footer_records(head, file.read(TAIL_BYTES), size)
+
+
+def damaged_tail(path: Path, head: SegmentHead, size: int) -> int | None:
+    """Of a file without a valid tail: the number of records if it was sealed all the same. Raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(max(0, size - TAIL_BYTES))
+        return footer_records_by_size(head, file.read(TAIL_BYTES), size)
 
 
 @dataclass(frozen=True)

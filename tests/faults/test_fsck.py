@@ -96,6 +96,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "damaged_record": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE + 7), True),
     "damaged_record ": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE - TRAILER_BYTES + 20), True),
     "damaged_footer": (lambda store: flip(segments(store)[0], PAGE + RECORDS * STRIDE + 50), True),
+    "damaged_footer ": (lambda store: flip(segments(store)[0], segments(store)[0].stat().st_size - 38), True),
+    "damaged_footer  ": (lambda store: flip(segments(store)[0], segments(store)[0].stat().st_size - 1), True),
     "footer_mismatch": (swap_footer, True),
     "damaged_header": (lambda store: flip(segments(store)[0], 100), True),
     "foreign_file": (lambda store: [flip(segments(store)[0], at) for at in (100, PAGE // 2 + 100)], False),
@@ -167,6 +169,29 @@ def test_a_store_that_is_open_or_none_is_one_line(typed: Typed, tmp_path: Path) 
     bench.store.close()
     code, _, err = typed("fsck", tmp_path / "nothing")
     assert code == 5 and "is no store" in err and not (tmp_path / "nothing").exists()
+
+
+def test_durable_blocks_of_a_sealed_file_that_was_cut_are_said_to_be_lost(
+    typed: Typed, stored: tuple[Path, list[bytes]]
+) -> None:
+    store, prompt = stored
+    tear(store)
+    code, out, err = typed("fsck", store, "--json")
+    assert code == 8 and "1 index_mismatch" in err
+    found = [finding["text"] for finding in json.loads(out)["findings"] if finding["kind"] == "index_mismatch"]
+    assert found == ["3 blocks are in files that are not there or end before them"]
+    assert typed("fsck", store, "--repair")[0] == typed("fsck", store)[0] == 0
+    again = Bench(store, scrub_rate=0)
+    assert again.stored(prompt).count(False) == 3
+    again.store.close()
+
+
+def test_a_start_forgets_blocks_beyond_the_end_of_a_file(typed: Typed, stored: tuple[Path, list[bytes]]) -> None:
+    store, _ = stored
+    tear(store)
+    Bench(store, scrub_rate=0).store.close()
+    code, out, _ = typed("fsck", store, "--json")
+    assert code == 0 and json.loads(out)["counts"] == {}, out
 
 
 def test_another_format_is_said_and_left_alone(typed: Typed, stored: tuple[Path, list[bytes]]) -> None:
