@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachesvc.classes import slice_width
-from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
+from cachesvc.record import PAGE, RecordHead, checksum, microseconds, record_bytes
 
 VERSION: Final = 2
 SUFFIX: Final = ".seg"
@@ -145,7 +145,7 @@ def footer_entries(records: Iterable[RecordHead | None]) -> bytes:
     return b"".join(
         _DAMAGED
         if r is None
-        else _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum)
+        else _ENTRY.pack(r.key, r.shard, 0, microseconds(r.created), microseconds(r.used), r.checksum)
         for r in records
     )
 
