@@ -46,6 +46,11 @@ def record_bytes(payload_bytes: int) -> int:
     return -(-(payload_bytes + TRAILER_BYTES) // PAGE) * PAGE
 
 
+def microseconds(seconds: float) -> int:
+    """A time as it is stored. A clock that is set before 1970 counts as 1970."""
+    return max(0, round(seconds * 1e6))
+
+
 @dataclass(frozen=True)
 class RecordHead:
     """What a trailer says. Times are seconds since the epoch."""
@@ -71,8 +76,8 @@ def encode_trailer(head: RecordHead) -> bytes:
         head.payload_bytes,
         head.number,
         0,
-        round(head.created * 1e6),
-        round(head.used * 1e6),
+        microseconds(head.created),
+        microseconds(head.used),
         head.segment_tag,
         head.checksum,
         0,

@@ -6,19 +6,24 @@ finding             meaning                                       `repair`
 unsealed_segment    a crash left it open: no damage               its torn end is cut, and it is sealed
 torn_end            bytes behind its last whole record: no damage as above
 damaged_record      trailer, identity or checksum are wrong       the footer says so: it is never served nor found again
-damaged_footer      it is sealed, but its list is damaged         written anew from the records
+damaged_footer      it is sealed, but its list or tail is damaged written anew from the records
 footer_mismatch     the list says something else than a record    as above
 damaged_header      one of the header's two copies is damaged     written anew from the other
 torn_file           it has no whole header: no damage             removed
 foreign_file        no segment, or no header copy is good         none: never deleted, never served
 misplaced_segment   its directory contradicts its header          none
 damaged_namespace   its JSON does not have its directory's digest removed; written again when it is used
-damaged_state       STORE.json is damaged                         written anew
+damaged_state       STORE.json is damaged, or counts too few      written anew; one of another format stays as it is
+                    starts
 damaged_index       it cannot be read                             removed; rebuilt at the next start
-index_mismatch      it lists blocks of a file that is not there   as above
+index_mismatch      it lists blocks of a file that is not there,  as above
+                    or that ends before them
 leftover            a file of a write that was interrupted        removed
 unreadable          the device does not give a file's bytes       none
 ==================  ============================================  ==================================================
+
+A segment that was sealed and then cut looks like one that a crash left open; only the index tells them apart. After a
+loss of power, its blocks beyond the end may be some that nobody was promised.
 
 Removing the index forgets uses of blocks since they were written: they may expire that much earlier.
 """
@@ -26,7 +31,6 @@ Removing the index forgets uses of blocks since they were written: they may expi
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -36,8 +40,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cachesvc.classes import TrafficClasses
 from cachesvc.errors import StoreUnusable
-from cachesvc.index.rocks import IndexDamaged, RocksIndex, stored_blocks
+from cachesvc.index.rocks import IndexDamaged, RocksIndex, decode_uses
+from cachesvc.index.rows import NO_CLASS
 from cachesvc.record import PAGE, RecordHead
 from cachesvc.segments.format import (
     OWN_NAME,
@@ -49,8 +58,8 @@ from cachesvc.segments.format import (
     encode_head,
     footer_bytes,
 )
-from cachesvc.segments.recover import Found, read_head, scan, seal_recovered
-from cachesvc.store_dir import lock_store, next_epoch
+from cachesvc.segments.recover import Found, damaged_tail, read_head, scan, seal_recovered
+from cachesvc.store_dir import last_epoch, lock_store, next_epoch, read_state
 
 HARMLESS: Final = frozenset({"unsealed_segment", "torn_end", "torn_file", "leftover"})
 """What a crash leaves, and the next start deals with: no damage."""
@@ -108,8 +117,8 @@ class Check:
         self._repair = repair
         self._progress = progress
         self._summary = Summary(str(path))
-        self._tags: set[int] = set()
-        """Of the segments that are there."""
+        self._ends: dict[int, int] = {}
+        """Records of the segments that are there, by tag."""
 
     def run(self) -> Summary:
         """Raises `StoreLocked` while a daemon has it open, and `StoreUnusable` when there is no store."""
@@ -147,12 +156,16 @@ class Check:
     def _state(self) -> None:
         target = self._path / "STORE.json"
         try:
-            state = json.loads(target.read_text())
-            sound = isinstance(state["daemon"], str) and int(state["epoch"]) >= 0
-        except (OSError, ValueError, TypeError, KeyError):
-            sound = False
-        if not sound:
+            state = read_state(self._path)
+        except (OSError, ValueError):
             self._found("damaged_state", target, "is missing or not understood", lambda: next_epoch(self._path))
+        else:
+            epoch = last_epoch(self._path, state.daemon)
+            if fault := state.format_fault():
+                self._found("damaged_state", target, fault)
+            elif epoch > state.epoch:
+                text = f"counts {state.epoch} starts, a segment is of start {epoch}"
+                self._found("damaged_state", target, text, lambda: next_epoch(self._path))
         for namespace in sorted(self._path.glob("*/namespace.json")):
             try:
                 digest = hashlib.sha256(namespace.read_bytes()).hexdigest()
@@ -164,14 +177,14 @@ class Check:
 
     def _segments(self) -> None:
         paths = sorted(self._path.glob(f"*/*/*/*{SUFFIX}"))
-        total = sum(path.stat().st_size for path in paths)
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+        total = sum(sizes)
         done = 0
-        for path in paths:
-            size = path.stat().st_size
+        for path, size in zip(paths, sizes, strict=True):
             try:
                 self._segment(path)
             except ForeignFile as error:
-                if OWN_NAME.fullmatch(path.name) and size < PAGE:
+                if OWN_NAME.fullmatch(path.name) and path.is_file() and size < PAGE:
                     self._found("torn_file", path, f"{size} bytes", path.unlink)
                 else:
                     self._found("foreign_file", path, str(error))
@@ -190,15 +203,18 @@ class Check:
         here = (head.namespace, head.traffic_class, str(head.slice_end))
         if path.relative_to(self._path).parts[:3] != here:
             self._found("misplaced_segment", path, f"its header says {'/'.join(here)}")
+        whole_tail = count is not None
+        if count is None:
+            count = damaged_tail(path, head, size)
         slots = head.records_in(size) if count is None else count
         heads, damaged = scan(path, head, slots)
         good = {record.number: record for record in heads}
         self._summary.records += len(good)
-        self._tags.add(head.tag)
+        self._ends[head.tag] = max(good, default=-1) + 1 if count is None else count
         if count is None:
             self._unsealed(path, Found(head, heads, slots, size, sealed=False, damaged=tuple(damaged), scanned=True))
         else:
-            self._sealed(path, head, count, good)
+            self._sealed(path, head, count, good, whole_tail=whole_tail)
 
     def _unsealed(self, path: Path, found: Found) -> None:
         end = found.head.offset(max((record.number for record in found.heads), default=-1) + 1)
@@ -209,10 +225,12 @@ class Check:
         if found.size > end:
             self._found("torn_end", path, f"{found.size - end} bytes", lambda: None)  # cut when it was sealed
 
-    def _sealed(self, path: Path, head: SegmentHead, count: int, good: dict[int, RecordHead]) -> None:
+    def _sealed(
+        self, path: Path, head: SegmentHead, count: int, good: dict[int, RecordHead], *, whole_tail: bool
+    ) -> None:
         with path.open("rb", buffering=0) as file:
             file.seek(head.offset(count))
-            listed = decode_footer(head, file.read(footer_bytes(count)))
+            listed = decode_footer(head, file.read(footer_bytes(count))) if whole_tail else None
 
         def mend() -> None:
             _put(path, head.offset(count), encode_footer(head, [good.get(number) for number in range(count)]))
@@ -243,16 +261,17 @@ class Check:
         try:
             index = RocksIndex(directory, read_only=True)
             try:
-                stored = {tag: stored_blocks(row) for tag, row in index.uses().items()}
+                stored = {tag: decode_uses(row, TrafficClasses({}), 0.0).kinds for tag, row in index.uses().items()}
             finally:
                 index.close()
         except (IndexDamaged, ValueError) as error:
             self._found("damaged_index", directory, str(error), remove)
             return
-        self._summary.blocks_in_index = sum(stored.values())
-        lost = sum(blocks for tag, blocks in stored.items() if tag not in self._tags)
+        self._summary.blocks_in_index = sum(map(_blocks, stored.values()))
+        lost = sum(_blocks(kinds[self._ends.get(tag, 0) :]) for tag, kinds in stored.items())
         if lost:
-            self._found("index_mismatch", directory, f"{lost} blocks are in files that are not there", remove)
+            text = f"{lost} blocks are in files that are not there or end before them"
+            self._found("index_mismatch", directory, text, remove)
 
     def _leftovers(self) -> None:
         for path in (*self._path.glob("*.tmp"), *self._path.glob("*/*.tmp"), self._path / "PROBE"):
@@ -261,6 +280,11 @@ class Check:
         fresh = self._path / "index.new"
         if fresh.exists():
             self._found("leftover", fresh, "an index that was being written", lambda: shutil.rmtree(fresh))
+
+
+def _blocks(kinds: NDArray[np.uint8]) -> int:
+    """Those that were stored, by a row of the index."""
+    return int(np.count_nonzero(kinds != NO_CLASS))
 
 
 def _put(path: Path, offset: int, content: bytes) -> None:

@@ -166,7 +166,8 @@ class Opening:
             self._catalog.lost(block_id(record.key, record.shard), MissReason.CORRUPT)
 
     def _foreign(self, path: Path, error: Exception) -> None:
-        if isinstance(error, ForeignFile) and OWN_NAME.fullmatch(path.name) and path.stat().st_size < PAGE:
+        own = isinstance(error, ForeignFile) and OWN_NAME.fullmatch(path.name) and path.is_file()
+        if own and path.stat().st_size < PAGE:
             log.info("%s has no whole header, as a crash leaves it: removed", path)
             path.unlink()
             self._events["torn_files"] += 1

@@ -224,7 +224,7 @@ class DiskBlocks:
         self.rows.classes[rows] = kinds
         self.rows.flags[rows] = flags
         self._bury(self.index.insert(rows, self.rows.used))
-        if uses is None:
+        if uses is None or len(uses.kinds) > len(entries):  # the file ends earlier than it did
             self.changed.add(segment.number)
 
     def settle(self) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachesvc.classes import slice_width
-from cachesvc.record import PAGE, RecordHead, checksum, record_bytes
+from cachesvc.record import PAGE, RecordHead, checksum, microseconds, record_bytes
 
 VERSION: Final = 2
 SUFFIX: Final = ".seg"
@@ -145,7 +145,7 @@ def footer_entries(records: Iterable[RecordHead | None]) -> bytes:
     return b"".join(
         _DAMAGED
         if r is None
-        else _ENTRY.pack(r.key, r.shard, 0, round(r.created * 1e6), round(r.used * 1e6), r.checksum)
+        else _ENTRY.pack(r.key, r.shard, 0, microseconds(r.created), microseconds(r.used), r.checksum)
         for r in records
     )
 
@@ -163,6 +163,16 @@ def footer_records(head: SegmentHead, tail: bytes, size: int) -> int | None:
     ):
         return None
     return int(count)
+
+
+def footer_records_by_size(head: SegmentHead, tail: bytes, size: int) -> int | None:
+    """Number of records of a file that was sealed, but whose tail is damaged; None when it was not.
+
+    It has the size of a sealed one. A crash leaves no such file: what of a footer did not reach the device is not there
+    or zeros, from some page on.
+    """
+    count, rest = divmod(size - PAGE - TAIL_BYTES, head.stride + _ENTRY.size)
+    return count if count >= 0 and not rest and any(tail[: _SUM.size]) and any(tail[-_SUM.size :]) else None
 
 
 def footer_bytes(count: int) -> int:

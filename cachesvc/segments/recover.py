@@ -18,6 +18,7 @@ from cachesvc.segments.format import (
     encode_footer,
     footer_bytes,
     footer_records,
+    footer_records_by_size,
 )
 
 
@@ -39,6 +40,8 @@ class Found:
 
 def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
     """Header, file size, and the number of records if a valid footer tail ends the file. Raises as `read_segment`."""
+    if not path.is_file():  # opening a pipe would wait for whoever writes to it
+        raise ForeignFile("is no regular file")
     with path.open("rb", buffering=0) as file:
         try:
             head = decode_head(file.read(PAGE))
@@ -47,6 +50,13 @@ def read_head(path: Path) -> tuple[SegmentHead, int, int | None]:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
         return head, size, footer_records(head, file.read(TAIL_BYTES), size)
+
+
+def damaged_tail(path: Path, head: SegmentHead, size: int) -> int | None:
+    """Of a file without a valid tail: the number of records if it was sealed all the same. Raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(max(0, size - TAIL_BYTES))
+        return footer_records_by_size(head, file.read(TAIL_BYTES), size)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from conftest import Client, Daemon, make_payloads, wait_until
 
 from cachesvc.classes import DEFAULT_TTLS, TrafficClasses
 from cachesvc.clock import ManualClock
+from cachesvc.disk.fsck import Check
 from cachesvc.errors import WriteRefused
 from cachesvc.index.rocks import IndexDamaged
 from cachesvc.keys import Namespace, chain_keys
@@ -158,3 +159,17 @@ def test_an_index_that_took_no_write_is_written_anew_and_knows_all_uses(tmp_path
     found = again.catalog.match([identities], [SHAPE], AGENT).entries
     assert len(found[0]) == 10
     again.close()
+
+
+@pytest.mark.parametrize("now", [-1000.0, -1e9])
+def test_blocks_are_stored_with_a_clock_before_1970(tmp_path: Path, now: float) -> None:
+    clock = ManualClock(now)
+    identities = [os.urandom(16) for _ in range(6)]
+    for opened in range(2):
+        store = make_store(tmp_path / "store", clock, segment_bytes=4096 + 4 * 12_288)
+        if not opened:
+            assert save(store, identities) == set()
+        store.maintain()
+        assert len(store.catalog.match([identities], [SHAPE], AGENT).entries[0]) == 6
+        store.close()
+    assert not Check(tmp_path / "store").run().counts

@@ -73,6 +73,11 @@ def tear(store: Path) -> None:
     cut(segments(store)[0], PAGE + 5 * STRIDE + 100)
 
 
+def state(store: Path, **changed: object) -> None:
+    target = store / "STORE.json"
+    target.write_text(json.dumps(json.loads(target.read_text()) | changed))
+
+
 def damage_index(store: Path) -> None:
     for path in (store / "index").iterdir():
         path.write_bytes(b"\xff" * 64)
@@ -82,17 +87,30 @@ def lose_a_segment(store: Path) -> None:
     segments(store)[1].unlink()
 
 
+def beside(store: Path) -> Path:
+    """A file that is called like one of ours."""
+    return segments(store)[0].with_name("01234567-000009-00000001.seg")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "damaged_record": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE + 7), True),
     "damaged_record ": (lambda store: flip(segments(store)[0], PAGE + 3 * STRIDE - TRAILER_BYTES + 20), True),
     "damaged_footer": (lambda store: flip(segments(store)[0], PAGE + RECORDS * STRIDE + 50), True),
+    "damaged_footer ": (lambda store: flip(segments(store)[0], segments(store)[0].stat().st_size - 38), True),
+    "damaged_footer  ": (lambda store: flip(segments(store)[0], segments(store)[0].stat().st_size - 1), True),
     "footer_mismatch": (swap_footer, True),
     "damaged_header": (lambda store: flip(segments(store)[0], 100), True),
     "foreign_file": (lambda store: [flip(segments(store)[0], at) for at in (100, PAGE // 2 + 100)], False),
     "foreign_file ": (lambda store: segments(store)[0].with_name("holiday.seg").write_bytes(b"x" * 9_000), False),
+    "foreign_file  ": (lambda store: os.mkfifo(beside(store)), False),
+    "foreign_file   ": (lambda store: beside(store).symlink_to("nothing"), False),
+    "foreign_file    ": (lambda store: beside(store).mkdir(), False),
     "torn_file": (lambda store: cut(segments(store)[2], 100), True),
     "misplaced_segment": (misplace, False),
     "damaged_state": (lambda store: (store / "STORE.json").write_text("{"), True),
+    "damaged_state ": (lambda store: state(store, epoch=float("inf")), True),
+    "damaged_state  ": (lambda store: state(store, daemon="a/b"), True),
+    "damaged_state   ": (lambda store: state(store, epoch=0), True),
     "damaged_namespace": (lambda store: (segments(store)[0].parents[2] / "namespace.json").write_text("{}"), True),
     "damaged_index": (damage_index, True),
     "index_mismatch": (lose_a_segment, True),
@@ -151,6 +169,43 @@ def test_a_store_that_is_open_or_none_is_one_line(typed: Typed, tmp_path: Path) 
     bench.store.close()
     code, _, err = typed("fsck", tmp_path / "nothing")
     assert code == 5 and "is no store" in err and not (tmp_path / "nothing").exists()
+
+
+def test_durable_blocks_of_a_sealed_file_that_was_cut_are_said_to_be_lost(
+    typed: Typed, stored: tuple[Path, list[bytes]]
+) -> None:
+    store, prompt = stored
+    tear(store)
+    code, out, err = typed("fsck", store, "--json")
+    assert code == 8 and "1 index_mismatch" in err
+    found = [finding["text"] for finding in json.loads(out)["findings"] if finding["kind"] == "index_mismatch"]
+    assert found == ["3 blocks are in files that are not there or end before them"]
+    assert typed("fsck", store, "--repair")[0] == typed("fsck", store)[0] == 0
+    again = Bench(store, scrub_rate=0)
+    assert again.stored(prompt).count(False) == 3
+    again.store.close()
+
+
+def test_a_start_forgets_blocks_beyond_the_end_of_a_file(typed: Typed, stored: tuple[Path, list[bytes]]) -> None:
+    store, _ = stored
+    tear(store)
+    Bench(store, scrub_rate=0).store.close()
+    code, out, _ = typed("fsck", store, "--json")
+    assert code == 0 and json.loads(out)["counts"] == {}, out
+
+
+def test_another_format_is_said_and_left_alone(typed: Typed, stored: tuple[Path, list[bytes]]) -> None:
+    store, prompt = stored
+    state(store, format=3)
+    for repair in ([], ["--repair"]):
+        code, out, _ = typed("fsck", store, "--json", *repair)
+        found = json.loads(out)
+        assert code == 8 and found["left"] == {"damaged_state": 1}
+        assert "has format 3; this build reads 1: use" in found["findings"][0]["text"]
+    (store / "STORE.json").unlink()  # as it says
+    again = Bench(store, scrub_rate=0)
+    assert all(again.stored(prompt))
+    again.store.close()
 
 
 def test_what_a_kill_left_is_no_damage(typed: Typed, tmp_path: Path) -> None:

@@ -75,13 +75,60 @@ def test_over_a_restart_the_last_time_is_known(tmp_path: Path, away: float, doub
     clock.jump(away)
     guard = GuardedClock(clock, tmp_path / "CLOCK")
     assert guard.doubted is doubted
-    assert guard.now() == (before if doubted else clock.now())
+    assert guard.now() == (min(before, clock.now()) if doubted else clock.now())
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"\xff", b"-3", b"99999999999999999"])
-def test_a_damaged_file_is_no_time(tmp_path: Path, content: bytes) -> None:
+def test_behind_the_last_run_nothing_expires_by_it_until_the_clock_has_caught_up(tmp_path: Path) -> None:
+    clock = ManualClock()
+    GuardedClock(clock, tmp_path / "CLOCK").save(always=True)
+    kept = (tmp_path / "CLOCK").read_bytes()
+    clock.jump(-20 * YEAR)
+    guard = GuardedClock(clock, tmp_path / "CLOCK")
+    for _ in range(10):
+        clock.advance(60)
+        assert guard.now() == clock.now() and guard.doubted
+        guard.save(always=True)
+    assert (tmp_path / "CLOCK").read_bytes() == kept  # whoever starts next doubts it too
+    clock.jump(20 * YEAR + DAY)
+    assert guard.now() == clock.now() and not guard.doubted
+
+
+def test_a_clock_that_stays_behind_the_last_run_is_believed_in_the_end(tmp_path: Path) -> None:
+    clock = ManualClock()
+    GuardedClock(clock, tmp_path / "CLOCK").save(always=True)
+    clock.jump(-YEAR)
+    guard = GuardedClock(clock, tmp_path / "CLOCK")
+    clock.advance(CLOCK_TRUST_SECONDS + 1)
+    assert guard.now() == clock.now() and not guard.doubted
+    guard.save(always=True)
+    assert not GuardedClock(clock, tmp_path / "CLOCK").doubted
+    clock.jump(YEAR)  # it is a jump like any other now
+    assert guard.now() == clock.now() - YEAR and guard.doubted
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"\xff", "²".encode(), b"-3", b"99999999999999999", b"1500000000\n", b"1500000000 0\n"]
+)
+def test_a_damaged_file_is_no_time(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "CLOCK").write_bytes(content)
-    assert not GuardedClock(ManualClock(), tmp_path / "CLOCK").doubted
+    clock = ManualClock()
+    guard = GuardedClock(clock, tmp_path / "CLOCK")
+    assert not guard.doubted and guard.now() == clock.now()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'CLOCK'} is damaged and ignored, the clock is believed"
+    ]
+
+
+def test_no_flipped_bit_and_no_cut_of_the_file_moves_time(tmp_path: Path) -> None:
+    clock = ManualClock()
+    GuardedClock(clock, tmp_path / "CLOCK").save(always=True)
+    whole = (tmp_path / "CLOCK").read_bytes()
+    flipped = [
+        whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :] for at in range(len(whole)) for bit in range(8)
+    ]
+    for content in [*flipped, *(whole[:size] for size in range(len(whole)))]:
+        (tmp_path / "CLOCK").write_bytes(content)
+        assert GuardedClock(clock, tmp_path / "CLOCK").now() == clock.now()
 
 
 @pytest.mark.parametrize("jump", [YEAR, -YEAR])
