@@ -261,7 +261,7 @@ class Check:
         try:
             index = RocksIndex(directory, read_only=True)
             try:
-                stored = {tag: decode_uses(row, TrafficClasses({}), 0.0).kinds for tag, row in index.uses().items()}
+                stored = {tag: decode_uses(row, TrafficClasses({})).kinds for tag, row in index.uses().items()}
             finally:
                 index.close()
         except (IndexDamaged, ValueError) as error:

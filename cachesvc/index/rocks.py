@@ -29,7 +29,6 @@ from rocksdict import AccessType, Options, Rdict, WriteBatch
 
 from cachesvc.classes import TrafficClasses
 from cachesvc.index.blocks import StoredUses
-from cachesvc.index.rows import NO_CLASS
 
 log = logging.getLogger("cachesvc.store")
 
@@ -142,11 +141,6 @@ def decode_uses(row: bytes, classes: TrafficClasses) -> StoredUses:
     """Classes that are not configured any more have the TTL that they had. Raises `ValueError`."""
     known, used, kinds, flags = _split(row)
     return StoredUses(tuple(classes.of_file(name, ttl) for name, ttl in known), used, kinds, flags)
-
-
-def stored_blocks(row: bytes) -> int:
-    """How many blocks were stored in the segment. Raises `ValueError`."""
-    return int(np.count_nonzero(_split(row)[2] != NO_CLASS))
 
 
 def _split(row: bytes) -> tuple[list[tuple[str, float]], NDArray[np.float64], NDArray[np.uint8], NDArray[np.uint8]]:
