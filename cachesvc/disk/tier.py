@@ -161,8 +161,8 @@ class DiskTier:
         damage, and mends what failed.
         """
         with self._writing:
-            if not self._place.is_ours():
-                self._begin_anew()
+            if not self._place.is_ours() and not self._begin_anew():
+                return HOUSEKEEPING_SECONDS  # what lies there may be another daemon's
             self._health.probe(self.path)
             if self._health.accepts():
                 self._files.seal_again()
@@ -242,17 +242,18 @@ class DiskTier:
 
     # ---- inside, under `_writing` --------------------------------------------------------------------------------
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self) -> bool:
         """The directory was deleted underneath: what is gone is forgotten, and a new one is begun where it was."""
         self._health.failed(WriteRefused(f"the store's directory {self.path} was deleted or replaced"))
         if not self._place.take_again():
-            return
+            return False
         lost = [segment for segment in list(self._files.segments.values()) if not segment.path.exists()]
         log.warning("the store's directory was deleted: %d of its files are gone, it is begun anew", len(lost))
         for segment in lost:
             self.catalog.drop_all(segment, MissReason.CORRUPT)
             self._files.forget(segment)
         self._mend_index()
+        return True
 
     def _mend_index(self) -> None:
         self._durable.mend(self.catalog)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from rocksdict import AccessType, Options, Rdict, WriteBatch
 
 from cachesvc.classes import TrafficClasses
+from cachesvc.errors import StoreLocked
 from cachesvc.index.blocks import StoredUses
 
 log = logging.getLogger("cachesvc.store")
@@ -36,6 +37,7 @@ _VERSION: Final = b"4"
 _TAG: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<HI")
 _UNWRITABLE: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+_HELD: Final = ("While lock file:", "lock hold by current process")
 
 
 class IndexDamaged(Exception):
@@ -47,7 +49,10 @@ class IndexUnwritable(IndexDamaged):
 
 
 class RocksIndex:
-    """Not thread-safe for writes: the store's write lock covers them. Methods raise `IndexDamaged`."""
+    """Not thread-safe for writes: the store's write lock covers them. Methods raise `IndexDamaged`.
+
+    Opening one that another process has open raises `StoreLocked`: the store's own lock was removed by somebody.
+    """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         options = Options(raw_mode=True)
@@ -63,6 +68,8 @@ class RocksIndex:
             if version is None and not read_only:
                 self._db[b"v"] = _VERSION
         except Exception as error:
+            if any(why in str(error) for why in _HELD):
+                raise StoreLocked(f"store {path.parent} is in use: another process has its index open") from error
             unwritable = not read_only and any(why in str(error) for why in _UNWRITABLE)
             raise (IndexUnwritable if unwritable else IndexDamaged)(str(error)) from error
         if version not in (None, _VERSION):

@@ -16,7 +16,7 @@ from store_bench import CHAT, DAY, SEGMENT, Bench, ids
 
 from cachesvc.classes import TrafficClasses
 from cachesvc.disk import opening
-from cachesvc.errors import WriteRefused
+from cachesvc.errors import StoreLocked, WriteRefused
 from cachesvc.index import blocks as table
 from cachesvc.segments import writer
 
@@ -239,3 +239,14 @@ def test_a_file_with_no_room_in_the_index_is_not_begun(tmp_path: Path, monkeypat
                 segment.pins += 1
     for segment in bench.store.disk._files.segments.values():
         assert len(bench.store.catalog._blocks.rows.of(segment.number)) == segment.records
+
+
+def test_a_store_whose_lock_was_removed_is_not_opened_twice(tmp_path: Path) -> None:
+    bench, prompt = used_long_after_it_was_written(tmp_path / "store")
+    (tmp_path / "store" / "LOCK").unlink()
+    with pytest.raises(StoreLocked, match="another process has its index open"):
+        Bench(tmp_path / "store", **QUIET)
+    bench.clock.advance(3.3 * DAY)
+    bench.store.maintain()
+    assert bench.store.disk.segments == 1, "the lock is another's now: nothing is removed"
+    assert bench.matched(prompt) == 0
