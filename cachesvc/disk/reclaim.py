@@ -224,7 +224,7 @@ class Reclaimer:
         return best
 
     def _may_go(self, segment: Segment) -> bool:
-        """Nobody reads it, and it could not be held back just now."""
+        """Nobody reads it, and it did not fail to go just now."""
         return not segment.pins and self._later.get(segment.number, 0.0) <= self._clock.monotonic()
 
     def _begin(self, segments: list[Segment], reason: MissReason.ValueType) -> _Job:
