@@ -41,7 +41,7 @@ test: venv
 	$(BIN)/python -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
 test-long: venv
-	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --durations 5
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
 $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
 	$(PYTHON) -m venv $(VLLM)

@@ -303,5 +303,5 @@ def test_whatever_fails_nothing_durable_is_lost_and_no_byte_is_wrong() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
 def test_the_same_for_many_steps() -> None:
-    simulate(int(os.environ.get("SIMULATION_EXAMPLES", "200")), 100)
+    simulate(int(os.environ.get("SIMULATION_EXAMPLES", "100")), 100)
     assert StoreMachine.found["flipped bits"] > 100 < StoreMachine.found["restarts, index kept"]
