@@ -332,9 +332,23 @@ def test_groups_with_a_window(name: str, models: Path, daemon: Daemon, tmp_path:
     assert answer["tokens"] == own["tokens"]
 
 
-def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(models: Path, daemon: Daemon, tmp_path: Path) -> None:
-    with Engine(make_model(models, "deepseek"), daemon.address, tmp_path / "log") as engine:
-        answers = [engine.run(prompt_of("mla"))[0] for _ in range(2)]
-    assert [len(answer["tokens"]) for answer in answers] == [16, 16]  # their values are vLLM's: it repeats none here
-    assert [answer["params"] for answer in answers] == [None, None]
-    assert "runs without cachesvc" in (tmp_path / "log").read_text()
+def test_mla_is_cached_where_vllm_can_continue_a_prefix_and_left_alone_elsewhere(
+    models: Path, daemon: Daemon, tmp_path: Path
+) -> None:
+    """On CPUs without AMX it cannot. With AMX a hit's tokens are not a cold prompt's, but those of vLLM's own hit."""
+    model, prompt = make_model(models, "deepseek"), prompt_of("mla")
+    with Engine(model, daemon.address, tmp_path / "log") as engine:
+        cold = engine.run(prompt)[0]
+        if "runs without cachesvc" in (tmp_path / "log").read_text():
+            assert [cold["params"], engine.run(prompt)[0]["params"]] == [None, None]
+            return
+    with (
+        Engine(model, daemon.address, tmp_path / "other") as engine,
+        Engine(model, None, tmp_path / "own", enable_prefix_caching=True) as own,
+    ):
+        hit = engine.run(prompt)[0]
+        assert hit_of(hit) == 7 * BLOCK
+        assert own.run(prompt)[0]["cached"] == 0
+        again = own.run(prompt)[0]
+        assert again["cached"] >= 7 * BLOCK
+        assert hit["tokens"] == again["tokens"]
