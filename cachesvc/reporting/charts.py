@@ -91,6 +91,8 @@ def shares(history: History, prefix: str) -> Draw:
                 label=name.replace("_", " "),
             )
             below = [b + h for b, h in zip(below, heights, strict=True)]
+        if max(below, default=0.0) > 0.8:
+            axes.set_ylim(0, 1.02)  # so that the axis says 100 %
         axes.yaxis.set_major_formatter(_percent())
         if names:
             _legend_above(axes)
