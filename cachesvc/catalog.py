@@ -247,6 +247,7 @@ class Catalog:
         while left:
             with self.lock:
                 rows = self._blocks.live(segment)[:_STEP]
+                self._caught_up(rows, segment)
                 self._drop_rows(rows, reason)
                 left = len(rows) > 0
 
